@@ -34,7 +34,7 @@ from smpc.calibration import Ranks, calibrate
 from smpc.calibration.operations import steady
 from smpc.compile.options import PipelineOptions
 from smpc.compile.passes import compile_batch
-from smpc.compile.step import Around, step_parts
+from smpc.compile.step import StepSurroundings, step_parts
 from smpc.config import Config
 from smpc.executor.host_memory.shared_peers import Peers
 from smpc.launch.job import Job, launch
@@ -160,7 +160,7 @@ def predict(make: Callable[[], Made], settings: Mapping[str, Any], device: Devic
     planned = compile_batch(model.train(), batch, options).planned
     assert planned is not None
     assert planned.traced is not None
-    parts = step_parts(planned.traced, planned.plan, planned.timeline, Around.of(options))
+    parts = step_parts(planned.traced, planned.plan, planned.timeline, StepSurroundings.of(options))
     return parts.total - parts.optimizer, parts.compute + parts.executor
 
 

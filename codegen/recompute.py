@@ -48,7 +48,7 @@ def run_checkpointed(
         *args,
         use_reentrant=False,
         preserve_rng_state=preserve_rng_state,
-        context_fn=lambda: _protecting(buffers, keep_values),
+        context_fn=lambda: _protecting_from_recompute(buffers, keep_values),
     )
 
 
@@ -68,7 +68,7 @@ def _find_buffer(module: nn.Module, path: str) -> Tensor | None:
     return module.get_submodule(owner)._buffers.get(name)
 
 
-def _protecting(buffers: Sequence[Owner], keep_values: bool) -> Contexts:
+def _protecting_from_recompute(buffers: Sequence[Owner], keep_values: bool) -> Contexts:
     before = _copies_of_buffers(buffers) if keep_values else None
     return nullcontext(), _in_place_of(buffers, before)
 
@@ -114,7 +114,7 @@ class Checkpointing:
                 _TORCH.reentrant = checkpoint.CheckpointFunction
                 _TORCH.generator = checkpoint._checkpoint_without_reentrant_generator
                 checkpoint.CheckpointFunction = _NonReentrant  # type: ignore[misc, assignment]
-                checkpoint._checkpoint_without_reentrant_generator = _generator
+                checkpoint._checkpoint_without_reentrant_generator = _generator_to_recompute_with
         _ENTERED.stack.append(self)
         return self
 
@@ -170,7 +170,7 @@ _ENTERED = _Entered()
 _TORCH = _TorchCheckpoints()
 
 
-def _generator(*args: Any, **kwargs: Any) -> Iterator[None]:
+def _generator_to_recompute_with(*args: Any, **kwargs: Any) -> Iterator[None]:
     """torch's generator, as the innermost context of this thread has it."""
     found: Iterator[None] = (_ENTERED.stack[-1].around if _ENTERED.stack else _TORCH.generator)(*args, **kwargs)
     return found

@@ -101,8 +101,8 @@ def _prove_pairs(programs: list[tuple[RingStep, ...]], *, causal: bool, mirrored
     met: Counter[tuple[int, int]] = Counter()
     for rank, steps in enumerate(programs):
         for step in steps:
-            for query in () if step.queries is None else _pieces(rank, num_ranks, step.queries, mirrored):
-                for key in _pieces(step.source, num_ranks, step.keys, mirrored):
+            for query in () if step.queries is None else _ring_pieces(rank, num_ranks, step.queries, mirrored):
+                for key in _ring_pieces(step.source, num_ranks, step.keys, mirrored):
                     if not step.causal or key <= query:
                         met[query, key] += 1
     for query in range(2 * num_ranks):
@@ -115,7 +115,7 @@ def _prove_pairs(programs: list[tuple[RingStep, ...]], *, causal: bool, mirrored
                 )
 
 
-def _pieces(rank: int, num_ranks: int, part: Part, mirrored: bool) -> tuple[int, ...]:
+def _ring_pieces(rank: int, num_ranks: int, part: Part, mirrored: bool) -> tuple[int, ...]:
     own = (rank, 2 * num_ranks - 1 - rank) if mirrored else (2 * rank, 2 * rank + 1)
     return own if part is Part.ALL else own[:1] if part is Part.FIRST else own[1:]
 

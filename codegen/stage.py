@@ -118,11 +118,11 @@ def build_stage(code: StageCode, model: nn.Module, device: torch.device | str = 
     held = [path for path in code.attributes if not path.startswith(inside)]
     # In the model's order, so that the first of several names for one parameter is the first here too.
     order = {name: i for i, (name, _) in enumerate(model.named_modules(remove_duplicate=False))}
-    places = [(order[path], path, True) for path in _outermost(code.modules)]
-    places += [(order[_owner(path)], path, False) for path in held]
+    places = [(order[path], path, True) for path in _outermost_stage_paths(code.modules)]
+    places += [(order[_stage_owner(path)], path, False) for path in held]
     for _, path, is_module in sorted(places, key=lambda place: place[0]):
         if is_module:
-            owner, name = _container(stage, model, path)
+            owner, name = _stage_container(stage, model, path)
             _check_free(owner, name, path)
             owner.add_module(name, model.get_submodule(path))
         else:
@@ -153,12 +153,12 @@ def _forget_source(filename: str, lines: list[str]) -> None:
         del linecache.cache[filename]
 
 
-def _owner(path: str) -> str:
+def _stage_owner(path: str) -> str:
     """The module that a parameter, buffer or tensor attribute belongs to."""
     return split_item(path)[0].rpartition(".")[0]
 
 
-def _outermost(paths: Iterable[str]) -> list[str]:
+def _outermost_stage_paths(paths: Iterable[str]) -> list[str]:
     """The paths that are not inside another one."""
     found: list[str] = []
     for path in sorted(paths, key=lambda path: path.split(".")):
@@ -167,7 +167,7 @@ def _outermost(paths: Iterable[str]) -> list[str]:
     return found
 
 
-def _container(stage: StageModule, model: nn.Module, path: str) -> tuple[nn.Module, str]:
+def _stage_container(stage: StageModule, model: nn.Module, path: str) -> tuple[nn.Module, str]:
     """The container that holds `path`, made where it does not exist, and the last part of the path."""
     *parents, name = split_item(path)[0].split(".")
     owner: nn.Module = stage
@@ -191,8 +191,8 @@ def _check_free(owner: nn.Module, name: str, path: str) -> None:
 
 def _hold_tensor(stage: StageModule, model: nn.Module, path: str) -> None:
     """Gives a stage the parameter, buffer or attribute of the model at `path`."""
-    owner, name = _container(stage, model, path)
-    origin = model.get_submodule(_owner(path))
+    owner, name = _stage_container(stage, model, path)
+    origin = model.get_submodule(_stage_owner(path))
     if name in origin._parameters:
         owner.register_parameter(name, origin._parameters[name])
     elif name in origin._buffers:
@@ -230,15 +230,15 @@ def compile_stage(stage: nn.Module, code: StageCode, model: nn.Module, *, splits
     compiled = [name for name, module in model.named_modules() if compiler_of(module) is not None]
     if compiled and splits:
         return (
-            f"torch.compile has no effect on {_listed(compiled)}: the schedule splits backwards, which compiled code does not; use 1f1b, "
-            "interleaved-1f1b or gpipe"
+            f"torch.compile has no effect on {_listed_cuts(compiled)}: the schedule splits backwards, which compiled code does not; use "
+            "1f1b, interleaved-1f1b or gpipe"
         )
     cut = [name for name in compiled if _is_cut(name, code)]
     if not cut:
         return ""
     return (
-        f"torch.compile has no effect on {_listed(cut)}: the cut separates what is inside, so stage {code.index} runs its part uncompiled; "
-        "compile modules that stay whole (blocks), or the whole model, whose stages are then compiled"
+        f"torch.compile has no effect on {_listed_cuts(cut)}: the cut separates what is inside, so stage {code.index} runs its part "
+        "uncompiled; compile modules that stay whole (blocks), or the whole model, whose stages are then compiled"
     )
 
 
@@ -249,6 +249,6 @@ def _is_cut(name: str, code: StageCode) -> bool:
     return not is_called and any(path.startswith(f"{name}.") for path in (*code.modules, *code.attributes))
 
 
-def _listed(names: list[str]) -> str:
+def _listed_cuts(names: list[str]) -> str:
     shown = [repr(name) if name else "the model" for name in names[:3]]
     return ", ".join(shown) + (f" and {len(names) - 3} more modules" if len(names) > 3 else "")

@@ -75,7 +75,7 @@ def verify(
         problems.append(f"expected programs for {expectation.num_ranks} ranks, found {len(programs)}")
     if not problems:
         for rank, program in enumerate(programs):
-            needed = _expected(rank, expectation, split_backwards(program), _offloaded(program))
+            needed = _expected_by_verifier(rank, expectation, split_backwards(program), _offloads_to_verify(program))
             problems += [f"rank {rank}{text}" for text in _check_complete(program, needed)]
             problems += [f"rank {rank}{text}" for text in _check_order(program, needed)]
     peaks = _peaks_in_flight(programs, expectation)
@@ -105,14 +105,14 @@ def verify_programs(
         if program.rank != rank or expectations[rank] != expectations[0]:
             raise ScheduleError(
                 f"expected the programs of one plan in order of ranks, found at position {rank} that of rank "
-                f"{program.rank}; it differs from position 0 in {_difference(expectations[0], expectations[rank])}; "
+                f"{program.rank}; it differs from position 0 in {_difference_to_verify(expectations[0], expectations[rank])}; "
                 "compile all of them again"
             )
     instructions = [program.instructions for program in programs]
     return verify(instructions, expectations[0], max_in_flight=max_in_flight, rendezvous=rendezvous)
 
 
-def _difference(first: Expectation, other: Expectation) -> str:
+def _difference_to_verify(first: Expectation, other: Expectation) -> str:
     """The fields in which they differ."""
     names = [field.name for field in fields(Expectation) if getattr(first, field.name) != getattr(other, field.name)]
     return ", ".join(names) or "nothing else"
@@ -131,7 +131,7 @@ def _check_channels(expectation: Expectation) -> Iterator[str]:
             yield f"expected channel {index} from rank {ranks[0]} to {ranks[1]}, where its stages are, found {found}"
 
 
-def _expected(
+def _expected_by_verifier(
     rank: int, expectation: Expectation, split: frozenset[tuple[int, int]], away: frozenset[tuple[int, int]]
 ) -> dict[Instruction, tuple[Instruction, ...]]:
     """Every instruction that the rank must run, with those that must come before it."""
@@ -159,7 +159,7 @@ def _expected(
     return needed
 
 
-def _offloaded(program: Sequence[Instruction]) -> frozenset[tuple[int, int]]:
+def _offloads_to_verify(program: Sequence[Instruction]) -> frozenset[tuple[int, int]]:
     """The (stage, microbatch) whose activations leave or return in the program: they must do all of it."""
     return frozenset((i.stage, i.microbatch) for i in program if i.op in _MOVES)
 

@@ -24,17 +24,19 @@ Solve = Callable[[tuple[float, ...]], Plan]  # the plan for these speeds of the 
 
 def solve_mixed(trace: Trace, models: Sequence[CostModel], solve: Solve) -> Plan:
     """The best plan found, with stage s on the device of `models[s]`; `solve` plans on `models[0]`'s device at given speeds."""
-    times = _times(trace, models)
-    first = _total(times[models[0].device])
-    speeds = tuple(first / _total(times[model.device]) for model in models)
+    times = _times_on_mixed_devices(trace, models)
+    first = _total_on_mixed_devices(times[models[0].device])
+    speeds = tuple(first / _total_on_mixed_devices(times[model.device]) for model in models)
     best: Plan | None = None
     for _ in range(_ROUNDS):
         solved = solve(speeds)
         plan = on_devices(trace, solved, models)
-        if best is None or _slowest(plan) < _slowest(best):
+        if best is None or _slowest_of_mixed_devices(plan) < _slowest_of_mixed_devices(best):
             best = plan
         found = tuple(
-            _seconds(before) / _seconds(after) if _seconds(after) > 0.0 else speed
+            _seconds_on_mixed_devices(before) / _seconds_on_mixed_devices(after)
+            if _seconds_on_mixed_devices(after) > 0.0
+            else speed
             for before, after, speed in zip(solved.stages, plan.stages, speeds, strict=True)
         )
         if all(abs(new / old - 1.0) < _CLOSE for new, old in zip(found, speeds, strict=True)):
@@ -46,7 +48,7 @@ def solve_mixed(trace: Trace, models: Sequence[CostModel], solve: Solve) -> Plan
 
 def on_devices(trace: Trace, plan: Plan, models: Sequence[CostModel]) -> Plan:
     """A plan for the device of `models[0]` with each stage's times on its own device."""
-    times = _times(trace, models)
+    times = _times_on_mixed_devices(trace, models)
     base = times[models[0].device]
     members: list[list[int]] = [[trace.position(name) for name in stage.recomputed] for stage in plan.stages]
     for name, index in plan.assignment:
@@ -54,8 +56,8 @@ def on_devices(trace: Trace, plan: Plan, models: Sequence[CostModel]) -> Plan:
     stages = []
     for stage, model, nodes in zip(plan.stages, models, members, strict=True):
         own = times[model.device]
-        forward = _ratio(own.forward[nodes].sum(), base.forward[nodes].sum())
-        backward = _ratio(own.backward[nodes].sum(), base.backward[nodes].sum())
+        forward = _ratio_of_mixed_devices(own.forward[nodes].sum(), base.forward[nodes].sum())
+        backward = _ratio_of_mixed_devices(own.backward[nodes].sum(), base.backward[nodes].sum())
         again = stage.recompute_time * forward
         stages.append(
             replace(
@@ -82,25 +84,25 @@ def describe(devices: Sequence[str], plan: Plan) -> str:
     return ", ".join(f"{number} x {device}" for device, number in runs)
 
 
-def _times(trace: Trace, models: Sequence[CostModel]) -> dict[str, NodeTimes]:
+def _times_on_mixed_devices(trace: Trace, models: Sequence[CostModel]) -> dict[str, NodeTimes]:
     return {model.device: node_times(trace, model) for model in {model.device: model for model in models}.values()}
 
 
-def _total(times: NodeTimes) -> float:
+def _total_on_mixed_devices(times: NodeTimes) -> float:
     return float(times.forward.sum() + times.backward.sum()) or 1.0
 
 
-def _ratio(own: float, base: float) -> float:
+def _ratio_of_mixed_devices(own: float, base: float) -> float:
     return float(own / base) if base > 0.0 else 1.0
 
 
-def _seconds(stage: Stage) -> float:
+def _seconds_on_mixed_devices(stage: Stage) -> float:
     return stage.forward_time + stage.backward_time
 
 
-def _slowest(plan: Plan) -> float:
+def _slowest_of_mixed_devices(plan: Plan) -> float:
     """Seconds of the slowest rank for one microbatch."""
     busy: dict[int, float] = {}
     for stage in plan.stages:
-        busy[stage.rank] = busy.get(stage.rank, 0.0) + _seconds(stage)
+        busy[stage.rank] = busy.get(stage.rank, 0.0) + _seconds_on_mixed_devices(stage)
     return max(busy.values())

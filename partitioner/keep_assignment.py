@@ -35,9 +35,9 @@ def follow(trace: Trace, planned: Trace, plan: Plan) -> dict[str, int]:
     nodes, before = _compute_nodes(trace), _compute_nodes(planned)
     if [(node.name, node.target) for node in nodes] == [(node.name, node.target) for node in before]:
         return dict(plan.assignment)
-    wanted = _preferred(trace, planned, plan)
+    wanted = _kept_preferred(trace, planned, plan)
     graph = build_graph(trace)
-    return _Units(graph, _allowed(graph, planned, plan), len(plan.stages)).assign(wanted)
+    return _Units(graph, _kept_allowed(graph, planned, plan), len(plan.stages)).assign(wanted)
 
 
 def fits(plan: Plan, trace: Trace) -> bool:
@@ -52,9 +52,9 @@ def _compute_nodes(trace: Trace) -> list[Node]:
 # -- where nodes prefer to be ------------------------------------------------------------------------------------------
 
 
-def _preferred(trace: Trace, planned: Trace, plan: Plan) -> dict[str, int]:
+def _kept_preferred(trace: Trace, planned: Trace, plan: Plan) -> dict[str, int]:
     """The stage that every node prefers, whether or not it can run there."""
-    of_call, matched = _stages_of_calls(planned, plan), _matched(trace, planned, plan)
+    of_call, matched = _stages_of_calls(planned, plan), _kept_matched(trace, planned, plan)
     calls = list(_module_occurrences(trace))
     found: dict[str, int] = {}
     nodes = _compute_nodes(trace)
@@ -82,7 +82,7 @@ def _stages_of_calls(planned: Trace, plan: Plan) -> dict[tuple[str, int], int]:
     return found
 
 
-def _matched(trace: Trace, planned: Trace, plan: Plan) -> dict[str, int]:
+def _kept_matched(trace: Trace, planned: Trace, plan: Plan) -> dict[str, int]:
     """Stages of the planned nodes that correspond to nodes of the trace: the same operations, in the same order, of the same call."""
     assignment, earlier = dict(plan.assignment), _nodes_of_calls(planned)
     found: dict[str, int] = {}
@@ -129,7 +129,7 @@ def _fill_stages(nodes: list[Node], stages: dict[str, int]) -> None:
 # -- where they can be -------------------------------------------------------------------------------------------------
 
 
-def _allowed(graph: Graph, planned: Trace, plan: Plan) -> dict[int, frozenset[int]]:
+def _kept_allowed(graph: Graph, planned: Trace, plan: Plan) -> dict[int, frozenset[int]]:
     """By position, the stages on whose ranks all is that a node uses and that may not move; without an entry, all stages."""
     stages_on: dict[int, set[int]] = {}
     for stage in plan.stages:
@@ -147,18 +147,18 @@ def _allowed(graph: Graph, planned: Trace, plan: Plan) -> dict[int, frozenset[in
     for index, state in enumerate(graph.trace.state):
         stages = set[int]().union(*(holding.get(name, ()) for name in state.names))
         for position in graph.state_users[index] if stages else ():
-            if _uses(graph, position, index):
+            if _kept_uses(graph, position, index):
                 restrict(position, stages)
-    drawn = _generators(planned, dict(plan.assignment))
+    drawn = _kept_generators(planned, dict(plan.assignment))
     for position, node in enumerate(graph.trace.nodes):
         for name in node.mutates:
-            target = _generator(graph.trace, name)
+            target = _kept_generator(graph.trace, name)
             if target in drawn:
                 restrict(position, {drawn[target]})
     return found
 
 
-def _uses(graph: Graph, position: int, index: int) -> bool:
+def _kept_uses(graph: Graph, position: int, index: int) -> bool:
     """Whether a node itself uses a parameter or buffer; state that nothing uses has an owner all the same."""
     node = graph.trace.nodes[position]
     if node.kind is NodeKind.CALL_MODULE:
@@ -166,13 +166,13 @@ def _uses(graph: Graph, position: int, index: int) -> bool:
     return index in (graph.state_of[position], *(graph.state_of[i] for i in graph.inputs[position]))
 
 
-def _generators(planned: Trace, assignment: dict[str, int]) -> dict[str, int]:
+def _kept_generators(planned: Trace, assignment: dict[str, int]) -> dict[str, int]:
     """Random generator -> the stage that draws from it."""
-    drawn = ((_generator(planned, name), node.name) for node in planned.nodes for name in node.mutates)
+    drawn = ((_kept_generator(planned, name), node.name) for node in planned.nodes for name in node.mutates)
     return {target: assignment[name] for target, name in drawn if target and name in assignment}
 
 
-def _generator(trace: Trace, name: str) -> str:
+def _kept_generator(trace: Trace, name: str) -> str:
     """The random generator that a node reads; "" if it reads something else."""
     node = trace.node(name)
     return node.target if node.kind is NodeKind.GET_ATTR and node.spec is None else ""
@@ -236,7 +236,7 @@ class _Units:
                 f"with these inputs {self._place(position)}, stage {max(stages)}) needs {late} of stage {first}, "
                 f"which runs later {_OTHERWISE}"
             )
-        places = " and ".join(f"{self._place(i)}, {_named(stages)})" for i, stages in held)
+        places = " and ".join(f"{self._place(i)}, {_kept_stages_by_name(stages)})" for i, stages in held)
         return PartitionError(
             f"with these inputs {places} share memory that is written or a result that is no tensor, "
             f"and use parameters or buffers that are on different stages {_OTHERWISE}"
@@ -247,5 +247,5 @@ class _Units:
         return f"{self._graph.trace.calls[node.call].fqn or 'the model'} ({node.name}"
 
 
-def _named(stages: frozenset[int]) -> str:
+def _kept_stages_by_name(stages: frozenset[int]) -> str:
     return f"stage {', '.join(map(str, sorted(stages)))}" if stages else "several stages"

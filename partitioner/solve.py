@@ -46,7 +46,7 @@ from smpc.errors import MemoryLimitError, PartitionError
 from smpc.partitioner.costs.cost import CostModel, NodeTimes, deferred_time, weight_time
 from smpc.partitioner.costs.device import Device
 from smpc.partitioner.graph.plan import Objective, Plan, ScheduleSummary, SharedParameter, Stage
-from smpc.partitioner.graph.recompute import ActiveRegions, active_regions, depths
+from smpc.partitioner.graph.recompute import ActiveRegions, active_regions, recompute_depths
 from smpc.partitioner.graph.trace_graph import (
     Crossing,
     Graph,
@@ -108,7 +108,7 @@ def solve_partition(
     _check_settings(num_stages, memory_weight, in_flight, placement)
     if memory_limit is not None and memory_limit < 1:
         raise PartitionError(f"expected a memory limit of at least 1 byte, found {memory_limit}")
-    analysis = _analysed(analyse(trace, cost_model or CostModel(), times, recompute), num_stages)
+    analysis = _analysed_to_solve(analyse(trace, cost_model or CostModel(), times, recompute), num_stages)
     scale = Scale.of(analysis.units, in_flight, memory_weight, speeds)
     contiguous, bound = _best_contiguous(analysis, scale, in_flight, prove)
     limit = max(limits, default=memory_limit or 0)
@@ -121,7 +121,7 @@ def solve_partition(
             analysis, np.asarray(stage_of), scale, in_flight, placement, schedule, objective, resident, split
         )
 
-    plan = _unlimited(analysis, scale, in_flight, contiguous, bound, make)
+    plan = _solve_unlimited(analysis, scale, in_flight, contiguous, bound, make)
     peak = max(rank_peaks(plan, limits).values())
     if not limit or peak <= limit:
         return plan
@@ -131,7 +131,7 @@ def solve_partition(
     return plan_within(Limited(analysis, scale, tuple(in_flight), *bounds, *asked))
 
 
-def _analysed(analysis: Analysis, num_stages: int) -> Analysis:
+def _analysed_to_solve(analysis: Analysis, num_stages: int) -> Analysis:
     """With whole regions for so many stages. PartitionError if there are fewer modules."""
     num_modules = analysis.graph.num_modules()
     if num_stages > num_modules:
@@ -156,7 +156,7 @@ def _best_contiguous(
     return contiguous, bound
 
 
-def _unlimited(
+def _solve_unlimited(
     analysis: Analysis,
     scale: Scale,
     in_flight: Sequence[int],
@@ -350,7 +350,7 @@ def _plan_stage(
     index, state, positions = use.index, use.state, list(use.positions)
     again = crossing.recomputed[index]
     memory = stage_memory(graph, analysis.cost_model, use, crossing.edges)
-    times, reruns = analysis.times_once, depths(use.regions)
+    times, reruns = analysis.times_once, recompute_depths(use.regions)
     recompute_time = float(sum(reruns.get(i, 0) * times.forward[i] for i in positions))
     kernels = analysis.cost_model.kernels
     return Stage(
@@ -508,7 +508,7 @@ def plan_within(problem: Limited) -> Plan:
         limit -= excess
     if num_stages > 1 and (best is None or (problem.prove and best.objective.gap > problem.tolerance)):
         placed = _plan_of_ilp(problem, peaks)
-        if placed is not None and (best is None or _improves(placed, best, problem.tolerance)):
+        if placed is not None and (best is None or _solution_improves(placed, best, problem.tolerance)):
             best = placed
     if best is not None:
         return best
@@ -532,7 +532,7 @@ def _limited_chain(problem: Limited, peaks: PeakRows, in_flight: Sequence[int]) 
     return LimitedChain.of(chain, peaks, len(in_flight))
 
 
-def _improves(plan: Plan, other: Plan, tolerance: float) -> bool:
+def _solution_improves(plan: Plan, other: Plan, tolerance: float) -> bool:
     return plan.objective.bottleneck < other.objective.bottleneck * (1.0 - tolerance)
 
 

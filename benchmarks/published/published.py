@@ -30,7 +30,7 @@ from published_models import LanguageModel, Sizes
 
 from smpc.compile import PipelineOptions, plan_trace
 from smpc.compile.passes import Sharing, rewrite_trace
-from smpc.compile.step import Around, StepParts, step_parts
+from smpc.compile.step import StepParts, StepSurroundings, step_parts
 from smpc.tracer import record
 
 ROWS = Path(__file__).with_name("rows.toml")
@@ -102,7 +102,7 @@ def predicted(row: Row, sizes: Sizes) -> StepParts:
     traced = rewrite_trace(record(model, (ids,)), options, Sharing.of(model, options))
     planned = plan_trace(traced, options, prove=False)
     assert planned.traced is not None
-    return step_parts(planned.traced, planned.plan, planned.timeline, Around.of(options), options.recompute)
+    return step_parts(planned.traced, planned.plan, planned.timeline, StepSurroundings.of(options), options.recompute)
 
 
 def load(path: Path = ROWS) -> tuple[list[Row], dict[str, Sizes]]:

@@ -19,7 +19,7 @@ from smpc.tracer.ir import Trace
 
 def keep_outputs(trace: Trace, names: Sequence[str]) -> Trace:
     """The trace with no other tensors than these among its outputs. ConfigError for names that it does not have."""
-    paths = [_plain(path) for path in trace.output.paths()]
+    paths = [_plain_output_name(path) for path in trace.output.paths()]
     unknown = [name for name in names if not any(_is_below(path, name) for path in paths)]
     tensors = [path for path, leaf in zip(paths, trace.output_leaves, strict=True) if references(leaf)]
     if unknown or not names:
@@ -40,11 +40,11 @@ def loss_outputs(trace: Trace) -> tuple[str, ...] | None:
     for path, leaf in zip(trace.output.paths(), trace.output_leaves, strict=True):
         found = [specs[name] for name in references(leaf)]
         if found and all(spec is not None and spec.shape == () for spec in found):
-            names.append(_plain(path))
+            names.append(_plain_output_name(path))
     return tuple(names) if "loss" in names else None
 
 
-def _plain(path: str) -> str:
+def _plain_output_name(path: str) -> str:
     """ "loss" of ".loss" and of "['loss']"; "[0]" stays."""
     return path.replace("['", ".").replace("']", "").lstrip(".")
 

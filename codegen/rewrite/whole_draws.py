@@ -57,7 +57,7 @@ def _dropout_by_noise(trace: Trace, node: Node) -> tuple[Call, ...] | None:
     spec = trace.node(given.name).spec if isinstance(given, Ref) else None
     if spec is None or not isinstance(p, (int, float)):
         return None
-    return (_noise(spec.shape, spec.stride, p, spec.torch_dtype), Call("torch.mul", (given, Ref("#0"))))
+    return (_whole_noise(spec.shape, spec.stride, p, spec.torch_dtype), Call("torch.mul", (given, Ref("#0"))))
 
 
 def _attention_by_noise(trace: Trace, node: Node) -> tuple[Call, ...] | None:
@@ -79,7 +79,7 @@ def _attention_by_noise(trace: Trace, node: Node) -> tuple[Call, ...] | None:
         mask = Ref("#1")
     shape = (*query.shape[:-1], columns)
     wide = torch.float32 if query.torch_dtype in _HALF else query.torch_dtype
-    calls.append(_noise(shape, contiguous_stride(shape), p, wide))
+    calls.append(_whole_noise(shape, contiguous_stride(shape), p, wide))
     options = tuple(
         (name, value)
         for place, name, default in ((6, "scale", None), (7, "enable_gqa", False))
@@ -89,7 +89,7 @@ def _attention_by_noise(trace: Trace, node: Node) -> tuple[Call, ...] | None:
     return tuple(calls)
 
 
-def _noise(shape: tuple[int, ...], stride: tuple[int, ...], p: float, dtype: torch.dtype) -> Call:
+def _whole_noise(shape: tuple[int, ...], stride: tuple[int, ...], p: float, dtype: torch.dtype) -> Call:
     options = (("dtype", dtype), ("device", TraceDevice()))
     return Call(f"{TENSOR_OPS}.dropout_noise", (shape, stride, p), options)
 

@@ -159,7 +159,7 @@ def _search_schedule(problem: Problem, starts: tuple[Schedule, ...], moves: int)
         for first in (False, True)
     ]
     policies += [
-        Policy(patience, order=_order(start, lag))
+        Policy(patience, order=_searched_order(start, lag))
         for start in starts
         for lag in (0, 2, 4, 8, 16)
         for patience in (0.0, 0.35, 0.7)
@@ -192,16 +192,16 @@ def with_late_weights(
     num_microbatches = 1 + max(action.microbatch for actions in schedule for action in actions)
     in_flight = (num_microbatches,) * len(placement)
     problem = Problem(tuple(placement), num_microbatches, tuple(links), costs, in_flight, tuple(slots))
-    found = _Run(problem, Policy(order=_order(schedule, lag))).run()
+    found = _Run(problem, Policy(order=_searched_order(schedule, lag))).run()
     assert found is not None, "without a limit and reserved slots every run ends"
     return found
 
 
 def _by_remaining_way(problem: Problem) -> Iterator[Policy]:
     """Policies that look ahead, the most often best ones first."""
-    ways = _ways(problem)
+    ways = _searched_ways(problem)
     unit = sum(problem.costs.forward) / len(problem.slots)  # a forward of all stages of a rank
-    limits = [_shares(problem, ways, extra) for extra in (1, problem.num_microbatches)]
+    limits = [_searched_shares(problem, ways, extra) for extra in (1, problem.num_microbatches)]
     grid = itertools.product((0.8, 1.2), (0.5, 0.0, 1.0), (0.2, 0.6), limits, (False, True))
     for pace, bias, patience, limit, late_weight_first in grid:
         yield Policy(
@@ -215,7 +215,7 @@ def _by_remaining_way(problem: Problem) -> Iterator[Policy]:
         )
 
 
-def _shares(problem: Problem, ways: Mapping[tuple[Op, int], float], extra: int) -> tuple[int, ...]:
+def _searched_shares(problem: Problem, ways: Mapping[tuple[Op, int], float], extra: int) -> tuple[int, ...]:
     """The slots of each rank, shared among its stages by how long each holds one, and some more."""
     totals = [0.0] * len(problem.slots)
     held = [ways[Op.FORWARD, stage] - ways[Op.BACKWARD, stage] for stage in range(len(problem.placement))]  # F to B
@@ -230,7 +230,7 @@ def _shares(problem: Problem, ways: Mapping[tuple[Op, int], float], extra: int) 
     )
 
 
-def _ways(problem: Problem) -> dict[tuple[Op, int], float]:
+def _searched_ways(problem: Problem) -> dict[tuple[Op, int], float]:
     """Seconds from the start of a stage's F or B to the end of the last B of its microbatch, if nothing is in the way."""
     placement, costs = problem.placement, problem.costs
     ways: dict[tuple[Op, int], float] = {}
@@ -255,7 +255,7 @@ def _ways(problem: Problem) -> dict[tuple[Op, int], float]:
     return ways
 
 
-def _order(schedule: Schedule, lag: int = 0) -> dict[Key, float]:
+def _searched_order(schedule: Schedule, lag: int = 0) -> dict[Key, float]:
     """The position of every action on its rank, with W `lag` further back; a missing W is placed after its B."""
     order: dict[Key, float] = {}
     for actions in schedule:

@@ -42,7 +42,7 @@ def zb_h1(num_ranks: int, num_microbatches: int) -> Schedule:
     A step takes m (F + I + W) + (p - 1)(F + I - W) on balanced stages if m >= p and F, I, W are alike: with F = I = W the
     bubble is (p - 1) / (3 m + p - 1), a third of 1F1B's. In flight on every rank: min(m, p).
     """
-    return tuple(_order(rank, num_microbatches, num_ranks - rank, lag=rank) for rank in range(num_ranks))
+    return tuple(_zero_bubble_order(rank, num_microbatches, num_ranks - rank, lag=rank) for rank in range(num_ranks))
 
 
 def zb_h2(num_ranks: int, num_microbatches: int) -> Schedule:
@@ -53,10 +53,13 @@ def zb_h2(num_ranks: int, num_microbatches: int) -> Schedule:
     With F = I = W and m >= 2 p - 1, rank r computes from r F to r F + m (F + I + W) without a pause; a step takes
     m (F + I + W) + (p - 1) F, nothing beyond the ramp-in of the last rank. In flight on every rank: min(m, 2 p - 1).
     """
-    return tuple(_order(rank, num_microbatches, 2 * (num_ranks - rank) - 1, lag=2 * rank) for rank in range(num_ranks))
+    return tuple(
+        _zero_bubble_order(rank, num_microbatches, 2 * (num_ranks - rank) - 1, lag=2 * rank)
+        for rank in range(num_ranks)
+    )
 
 
-def _order(stage: int, num_microbatches: int, warm_up: int, lag: int) -> tuple[Action, ...]:
+def _zero_bubble_order(stage: int, num_microbatches: int, warm_up: int, lag: int) -> tuple[Action, ...]:
     """`warm_up` forwards, then B, the W of `lag` microbatches ago, F; without forwards left, B and W in turn."""
     ahead = min(warm_up, num_microbatches)
     actions = [forward(stage, m) for m in range(ahead)]

@@ -53,7 +53,7 @@ from collections.abc import Callable, Iterator, Sequence
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from smpc.errors import PeerError, TransportError
-from smpc.executor.failure.processes import FOREIGN, REPORT, Report, find, publish, signature
+from smpc.executor.failure.processes import FOREIGN, REPORT, ProcessReport, find, publish, signature
 from smpc.executor.failure.stall import (
     WAITS,
     Activity,
@@ -99,7 +99,7 @@ class FailureMonitor:
         grace: float = 3.0,
         waits: Sequence[str] = (),
         reduces: bool = False,
-        on_end: Callable[[Report], None] = lambda report: None,
+        on_end: Callable[[ProcessReport], None] = lambda report: None,
         start_timeout: float | None = None,
         ended: Callable[[], Sequence[int]] = lambda: (),
         session: int = 0,
@@ -117,7 +117,7 @@ class FailureMonitor:
         self._on_end = on_end
         self._stop = threading.Event()
         self._main = threading.get_ident()
-        self._seen: Report | None = None
+        self._seen: ProcessReport | None = None
         self._raised = False  # this process is ending by itself
         self._where: Callable[[], str] | None = None  # inside a watch
         self._position: Callable[[], int] = lambda: 0
@@ -155,13 +155,13 @@ class FailureMonitor:
     def report(self, error: BaseException, where: str = "") -> None:
         """Tell all ranks of an exception. The first report of the job counts."""
         text = "".join(traceback.format_exception(error)).rstrip()
-        self._publish(Report(self._rank, f"rank {self._rank} failed{where and ' in ' + where}", text))
+        self._publish(ProcessReport(self._rank, f"rank {self._rank} failed{where and ' in ' + where}", text))
 
-    def _publish(self, report: Report) -> None:
+    def _publish(self, report: ProcessReport) -> None:
         with contextlib.suppress(RuntimeError):  # the store's host may be the one that died
             publish(self._store, report)
 
-    def peer_report(self) -> Report | None:
+    def peer_report(self) -> ProcessReport | None:
         """The report, if any rank has failed. Once seen it is kept: the store may end with its host."""
         if self._seen is None:
             with contextlib.suppress(RuntimeError):
@@ -284,7 +284,7 @@ class FailureMonitor:
                 raise lost from error
             raise
 
-    def _cause(self, error: BaseException) -> Report | None:
+    def _cause(self, error: BaseException) -> ProcessReport | None:
         """The peer's report, if one made this rank fail. A lost connection may be noticed before its reason."""
         patience = time.monotonic() + (self._grace if isinstance(error, TransportError) else 0.0)
         while True:
@@ -334,7 +334,7 @@ class FailureMonitor:
                 or now < self._looked + _LONGEST_ANSWER_SECONDS + _STORE_SECONDS
             ):
                 continue
-            reason = Report(
+            reason = ProcessReport(
                 FOREIGN,
                 f"the store that all ranks share has not answered rank {self._rank} for {now - self._looked:.0f} s: the launcher that "
                 "serves it, or rank 0 where there is none, is stopped, or cannot be reached",
@@ -344,7 +344,7 @@ class FailureMonitor:
             self._show(reason)
             self._end(reason)
 
-    def _reason(self) -> Report | None:
+    def _reason(self) -> ProcessReport | None:
         """Why this process should end, if it should."""
         try:
             self._seen = self._seen or find(self._store)
@@ -359,7 +359,9 @@ class FailureMonitor:
             if self._where is not None or self.start.waited > 0.0:
                 dead = ", ".join(map(str, self.start.dead()))
                 whose = f" (ended: rank {dead})" if dead else ""
-                return Report(FOREIGN, f"the store that all ranks share is lost, its host has died{whose}: {error}")
+                return ProcessReport(
+                    FOREIGN, f"the store that all ranks share is lost, its host has died{whose}: {error}"
+                )
         return self._seen
 
     def _await_others(self, since: float, stalled: int) -> None:
@@ -432,7 +434,7 @@ class FailureMonitor:
             publish(self._store, report)
             self._seen = find(self._store)
 
-    def _judged(self, standings: Sequence[Standing], gone: Sequence[int]) -> Report | None:
+    def _judged(self, standings: Sequence[Standing], gone: Sequence[int]) -> ProcessReport | None:
         """The report of a round that has found the rank which the others wait for; None if they may keep waiting."""
         if gone:
             others = [standing for standing in standings if standing.rank not in gone]
@@ -463,7 +465,7 @@ class FailureMonitor:
                 return
             time.sleep(0.05)
 
-    def _show(self, report: Report) -> None:
+    def _show(self, report: ProcessReport) -> None:
         """Print a report, once: this thread or the other one."""
         with self._showing:
             if not self._has_shown:
@@ -471,10 +473,10 @@ class FailureMonitor:
                     print(f"rank {self._rank} ends: {report}", file=sys.stderr, flush=True)
             self._has_shown = True
 
-    def _end(self, reason: Report) -> None:
+    def _end(self, reason: ProcessReport) -> None:
         if not self._raised:
             if not reason.is_stall:
-                self._show(Report(reason.rank, str(_peer_error(reason))))
+                self._show(ProcessReport(reason.rank, str(_peer_error(reason))))
             self._on_end(reason)
             os._exit(1)
 
@@ -496,5 +498,5 @@ class FailureMonitor:
             self._is_armed = False
 
 
-def _peer_error(report: Report) -> PeerError:
+def _peer_error(report: ProcessReport) -> PeerError:
     return PeerError(str(report) if report.rank == FOREIGN else f"another rank failed first; its report:\n{report}")

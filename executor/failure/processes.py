@@ -81,7 +81,7 @@ class Process:
 
 
 @dataclass(frozen=True, slots=True)
-class Signature:
+class ProcessSignature:
     """A rank's description of itself."""
 
     process: Process
@@ -92,7 +92,7 @@ class Signature:
         return json.dumps(asdict(self))
 
     @classmethod
-    def read(cls, payload: bytes) -> Signature | None:
+    def read(cls, payload: bytes) -> ProcessSignature | None:
         """The inverse of `to_json`; None for anything else."""
         try:
             fields = json.loads(payload)
@@ -102,15 +102,15 @@ class Signature:
             return None
 
 
-def sign(store: Store, rank: int, place: str) -> None:
+def sign_process(store: Store, rank: int, place: str) -> None:
     """Say that this process is that rank, and where it is."""
-    store.set(f"{SIGNATURE}/{rank}", Signature(Process.own(), place).to_json())
+    store.set(f"{SIGNATURE}/{rank}", ProcessSignature(Process.own(), place).to_json())
 
 
-def signature(store: Store, rank: int) -> Signature | None:
+def signature(store: Store, rank: int) -> ProcessSignature | None:
     """A rank's last description."""
     key = f"{SIGNATURE}/{rank}"
-    return Signature.read(store.get(key)) if store.check([key]) else None
+    return ProcessSignature.read(store.get(key)) if store.check([key]) else None
 
 
 def _process_status(pid: int) -> tuple[str, int]:
@@ -138,7 +138,7 @@ FOREIGN = -1
 
 
 @dataclass(frozen=True, slots=True)
-class Report:
+class ProcessReport:
     """`rank`: global rank at fault. `headline`: one line. `text`: the rest: a traceback, stacks. `is_stall`: no exception."""
 
     rank: int
@@ -151,7 +151,7 @@ class Report:
         return json.dumps(asdict(self))
 
     @classmethod
-    def read(cls, payload: bytes) -> Report:
+    def read(cls, payload: bytes) -> ProcessReport:
         """The report in these bytes; of other bytes, a report that says so."""
         try:
             fields = json.loads(payload)
@@ -163,7 +163,7 @@ class Report:
         return cls(rank, headline, text, is_stall)
 
     @classmethod
-    def _of_junk(cls, payload: bytes) -> Report:
+    def _of_junk(cls, payload: bytes) -> ProcessReport:
         shown = f"{payload[:_SHOWN_BYTES]!r}{'...' if len(payload) > _SHOWN_BYTES else ''}"
         return cls(
             FOREIGN,
@@ -175,11 +175,11 @@ class Report:
         return f"{self.headline}:\n{self.text}" if self.text else self.headline
 
 
-def publish(store: Store, report: Report) -> None:
+def publish(store: Store, report: ProcessReport) -> None:
     """Write a report, if it is the job's first."""
     store.compare_set(REPORT, "", report.to_json())
 
 
-def find(store: Store) -> Report | None:
+def find(store: Store) -> ProcessReport | None:
     """The job's report, if there is one."""
-    return Report.read(store.get(REPORT)) if store.check([REPORT]) else None
+    return ProcessReport.read(store.get(REPORT)) if store.check([REPORT]) else None

@@ -33,7 +33,7 @@ from types import FrameType
 
 import torch
 
-from smpc.executor.failure.processes import Report
+from smpc.executor.failure.processes import ProcessReport
 
 
 def _executor_files(*names: str) -> tuple[str, ...]:
@@ -117,7 +117,9 @@ def find_stalled(standings: Sequence[Standing]) -> Standing:
     return min(standings, key=lambda s: (order.index(s.activity), s.progress, -s.seconds, s.rank))
 
 
-def report_of(standings: Sequence[Standing], timeout: float, *, key: str = "", gone: Sequence[int] = ()) -> Report:
+def report_of(
+    standings: Sequence[Standing], timeout: float, *, key: str = "", gone: Sequence[int] = ()
+) -> ProcessReport:
     """The report that all ranks show. `key`: the key of the configuration that limits the wait. `gone`: ranks that have ended meanwhile."""
     stalled = find_stalled([standing for standing in standings if not gone or standing.rank in gone])
     details = ["the ranks stand at", *(f"  {standing}" for standing in standings)]
@@ -137,7 +139,7 @@ def report_of(standings: Sequence[Standing], timeout: float, *, key: str = "", g
     what = f"stalled, nothing moved for {timeout:g} s{key and f' ({key})'}"
     if gone:
         what = "is gone, while all others wait"
-    return Report(stalled.rank, f"rank {stalled.rank} {what}: {where}", "\n".join(details), True)
+    return ProcessReport(stalled.rank, f"rank {stalled.rank} {what}: {where}", "\n".join(details), True)
 
 
 def activity_of(frame: FrameType | None, waits: Sequence[str], reduces: bool) -> Activity:

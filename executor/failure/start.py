@@ -20,7 +20,7 @@ from types import FrameType
 
 from torch.distributed.distributed_c10d import Store
 
-from smpc.executor.failure.processes import Process, sign
+from smpc.executor.failure.processes import Process, sign_process
 
 LEFT = "smpc/left"  # store key: ranks that have ended, or left the session, each with a comma behind it
 _PATIENCE = 3.0  # seconds that a rank waits before it looks for ranks that are gone, and then between two looks
@@ -122,7 +122,7 @@ class Start:
         if place != self._signed:
             self._signed = place
             with contextlib.suppress(RuntimeError):  # the store may have ended with its host
-                sign(self._store, self._rank, place)
+                sign_process(self._store, self._rank, place)
 
     def leave(self) -> None:
         """Tell the others that this rank will do nothing more."""

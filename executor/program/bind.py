@@ -36,7 +36,7 @@ from smpc.codegen.stage import StageModule
 from smpc.errors import StepError, TransportError
 from smpc.executor.program.bind_channels import ChannelBinder
 from smpc.executor.program.frame import Frame, Handler, Inputs, Root, Step
-from smpc.executor.program.host_copies import Mover, addresses
+from smpc.executor.program.host_copies import HostCopyMover, addresses
 from smpc.executor.program.inbox import MASK_DTYPE, Delivery, Inbox, Presence, mask_form
 from smpc.executor.program.receive_order import Points, posting_points
 from smpc.executor.program.send_completion import other_holders
@@ -160,10 +160,10 @@ class Binder:
         self._split = split_backwards(program.instructions)
         self._splits = {code.index: Split() for code in program.stages}
         self._moving = frozenset((i.stage, i.microbatch) for i in program.instructions if i.op is Op.OFFLOAD)
-        self._mover = Mover(device) if self._moving else None
+        self._mover = HostCopyMover(device) if self._moving else None
         # By stage, the instruction that is the last to add to the gradients of its parameters.
         self._last = {i.stage: i for i in program.instructions if self._adds(i)}
-        self._reduced = _reductions(program.instructions, self._last) if hooks is not None else {}
+        self._reduced = _bound_reductions(program.instructions, self._last) if hooks is not None else {}
         ends = [end for channel in program.channels for end in (channel.source, channel.destination)]
         self.last_stage = max([*ends, *self._codes], default=0)
         self.states = tuple(stage for stage in self._codes if self._unrooted(stage))
@@ -262,9 +262,9 @@ class Binder:
             for output in kept:
                 frame.outputs[output] = outputs[output]
             for output in unrooted:
-                frame.outputs[output] = _apart(outputs[output], step.state[stage])
+                frame.outputs[output] = _bound_apart(outputs[output], step.state[stage])
             for output in rooted:
-                frame.edges[output] = _edge(outputs[output], keep_tensors)
+                frame.edges[output] = _bound_edge(outputs[output], keep_tensors)
             if is_last and step.on_output is not None:
                 _finish_forward(frame, step.on_output(microbatch, outputs), has_backward)
 
@@ -364,7 +364,7 @@ class Binder:
         return [*handlers, Handler(reduction.finish, instruction)]
 
 
-def _reductions(
+def _bound_reductions(
     instructions: Sequence[Instruction], last: Mapping[int, Instruction]
 ) -> dict[Instruction, tuple[int, ...]]:
     """With which instructions the gradients of which stages are averaged over replicas.
@@ -390,13 +390,13 @@ def _reduce_after_program(hooks: StepHooks, stages: Sequence[int]) -> None:
             torch.autograd.backward([extra[0]], [extra[1]])
 
 
-def _edge(value: Tensor, keep_tensor: bool) -> Tensor | GradientEdge | None:
+def _bound_edge(value: Tensor, keep_tensor: bool) -> Tensor | GradientEdge | None:
     if not value.requires_grad:
         return None
     return value if keep_tensor or value.grad_fn is None else get_gradient_edge(value)
 
 
-def _apart(value: Tensor, state: frozenset[int]) -> Tensor:
+def _bound_apart(value: Tensor, state: frozenset[int]) -> Tensor:
     return value.clone() if value.untyped_storage().data_ptr() in state else value
 
 

@@ -51,7 +51,7 @@ class ChannelBinder:
         self._sent_masks: dict[int, Presence] = {}
         self._received_masks: dict[int, Presence] = {}
         self._marks: dict[int, list[int]] = {}  # peer -> tensors sent to it in this step up to each message
-        self._told, self._awaited = _arrivals(program, peers, window)
+        self._told, self._awaited = _channel_arrivals(program, peers, window)
 
     def inbox(self, peer: int) -> Inbox:
         """The messages from a peer, in the order of the program."""
@@ -228,7 +228,7 @@ class ChannelBinder:
                 if form is not None:
                     transport.send(peer, form.empty(device).zero_() if grad is None else grad, form)
                 elif grad is not None:
-                    _late_gradient(channel.index, planned.value, microbatch)
+                    _late_channel_gradient(channel.index, planned.value, microbatch)
                 elif sends_all:
                     transport.send(peer, planned.empty(device), planned)
             marks[own] = transport.mark(peer)
@@ -261,7 +261,7 @@ class ChannelBinder:
         return lambda: put(take())
 
 
-def _arrivals(
+def _channel_arrivals(
     program: RankProgram, peers: Sequence[RankProgram], window: int
 ) -> tuple[dict[Instruction, int], dict[Instruction, int]]:
     """See `smpc.executor.program.send_completion`: what a receive implies, and what a send waits for."""
@@ -292,7 +292,7 @@ def _given_inputs(step: Step, channel: Channel, microbatch: int) -> list[Tensor]
     return list(map(given.__getitem__, channel.values))
 
 
-def _late_gradient(edge: int, value: str, microbatch: int) -> None:
+def _late_channel_gradient(edge: int, value: str, microbatch: int) -> None:
     raise StepError(
         f"edge {edge}: value {value!r} has a gradient in microbatch {microbatch} but had none in the first "
         "microbatch of this step; a loss must use the same outputs in every microbatch"

@@ -34,7 +34,7 @@ class Away:
     copied: torch.cuda.Event | None = None
 
 
-class Mover:
+class HostCopyMover:
     """Moves values of one device."""
 
     def __init__(self, device: torch.device) -> None:
@@ -55,7 +55,7 @@ class Mover:
         return [self._leave(storage) for storage in found.values()]
 
     def _leave(self, storage: torch.UntypedStorage) -> Away:
-        value = _bytes(storage)
+        value = _bytes_of_host_copy(storage)
         if self._out is None:
             return Away(storage, value.clone())
         host = torch.empty(value.shape, dtype=value.dtype, pin_memory=True)
@@ -76,7 +76,7 @@ class Mover:
         if self._in is not None:
             self._in.wait_stream(torch.cuda.current_stream(self._device))
         for item in away:
-            value = _bytes(item.storage)
+            value = _bytes_of_host_copy(item.storage)
             if self._in is None:
                 value.copy_(item.host)
             else:
@@ -105,5 +105,5 @@ def addresses(values: Iterable[Tensor]) -> frozenset[int]:
     return frozenset(value.untyped_storage().data_ptr() for value in values)
 
 
-def _bytes(storage: torch.UntypedStorage) -> Tensor:
+def _bytes_of_host_copy(storage: torch.UntypedStorage) -> Tensor:
     return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)

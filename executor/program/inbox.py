@@ -158,13 +158,13 @@ class Inbox:
         self._num_taken += 1
         self._post()
         if delivery.presence is None:
-            return _unpacked(delivery.forms, receipts)
+            return _unpacked_from_inbox(delivery.forms, receipts)
         forms = delivery.presence.forms
         assert forms is not None, "gradients taken before their mask"
-        return _unpacked(forms, receipts, as_planned=self._on_device)
+        return _unpacked_from_inbox(forms, receipts, as_planned=self._on_device)
 
 
-def _unpacked(
+def _unpacked_from_inbox(
     forms: Sequence[WireFormat | None], receipts: list[Receipt | None], *, as_planned: bool = False
 ) -> list[Tensor | None]:
     """Received tensors, one after the other: a tensor sent without its gaps is freed before the next one gets its gaps back."""

@@ -210,7 +210,7 @@ def run_loopback(interpreters: Sequence[Interpreter], inputs: Inputs, on_output:
         while not all(interpreter.finished for interpreter in interpreters):
             progress = [_run_until_blocked(interpreter) for interpreter in interpreters]
             if not any(progress):
-                raise ScheduleError(_deadlock(interpreters))
+                raise ScheduleError(_deadlock_of_interpreters(interpreters))
         for interpreter in interpreters:
             interpreter.finish()
     except BaseException:
@@ -227,7 +227,7 @@ def _run_until_blocked(interpreter: Interpreter) -> bool:
     return progress
 
 
-def _deadlock(interpreters: Sequence[Interpreter]) -> str:
+def _deadlock_of_interpreters(interpreters: Sequence[Interpreter]) -> str:
     waiting = [interpreter.where() for interpreter in interpreters if not interpreter.finished]
     lines = "\n".join(f"  {where} waits for a message" for where in waiting)
     return f"deadlock: no rank can go on\n{lines}\nverify the programs before running them"

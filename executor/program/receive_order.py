@@ -63,7 +63,7 @@ def posting_points(programs: Sequence[RankProgram], rank: int) -> Points:
     return points
 
 
-def _steps(program: RankProgram) -> list[_Step]:
+def _steps_in_receive_order(program: RankProgram) -> list[_Step]:
     """The program's steps that take time, send or receive, and the first of every instruction."""
     steps = []
     for instruction in program.instructions:
@@ -82,7 +82,10 @@ def _steps(program: RankProgram) -> list[_Step]:
 
 def _in_order(programs: Sequence[RankProgram]) -> list[tuple[int, _Step]]:
     """(rank, step) of all programs, each after what it waits for, by the times at which they end."""
-    steps, costs = [_steps(program) for program in programs], [_instruction_times(program) for program in programs]
+    steps, costs = (
+        [_steps_in_receive_order(program) for program in programs],
+        [_instruction_times(program) for program in programs],
+    )
     position, now = [0] * len(programs), [0] * len(programs)
     sent_at: dict[tuple[int, int], list[int]] = defaultdict(list)  # times, by (source, destination)
     taken: dict[tuple[int, int], int] = defaultdict(int)

@@ -5,7 +5,7 @@ Some transports (gloo) cannot tell whether a tensor that was sent has arrived wi
     training      whoever sends a message has received everything that its program receives before. So each receive from a
                   peer tells how many of the own messages to it have arrived, and waiting for those takes no time
     evaluation    next to nothing comes back. There a send first waits for earlier messages to the same peer: for those that
-                  it has received by then in a run of all ranks in lockstep (`_lockstep`), but for the last `window`. That run is an
+                  it has received by then in a run of all ranks in lockstep (`_in_lockstep`), but for the last `window`. That run is an
                   order of all instructions in which every wait is for something earlier, so ranks never wait in a circle
 
 Example: in `SEND e1 m0 r1, SEND e1 m1 r1, RECV_GRAD e1 m0 r1` of rank 0, with `RECV e1 m0 r0, F, B, SEND_GRAD e1 m0 r0, RECV e1 m1 r0` on
@@ -57,13 +57,13 @@ def told_by_receives(programs: Sequence[RankProgram], rank: int) -> dict[Instruc
 
 def awaited_by_sends(programs: Sequence[RankProgram], rank: int, window: int) -> dict[Instruction, int]:
     """Send of `rank` -> how many of its messages to that peer it first waits for."""
-    sent_at, taken_at = _lockstep(programs, rank)
+    sent_at, taken_at = _in_lockstep(programs, rank)
     return {
         send: max(0, bisect_left(taken_at[send.peer], round_number) - window) for send, round_number in sent_at.items()
     }
 
 
-def _lockstep(programs: Sequence[RankProgram], rank: int) -> tuple[dict[Instruction, int], dict[int, list[int]]]:
+def _in_lockstep(programs: Sequence[RankProgram], rank: int) -> tuple[dict[Instruction, int], dict[int, list[int]]]:
     """All ranks in rounds, at most one instruction of each in a round, none that waits: in which round `rank` runs its sends, and in
     which ones each peer receives its messages."""
     position = [0] * len(programs)

@@ -41,7 +41,7 @@ from smpc.sharding.wide_gradients import gradient_dtype
 
 
 @dataclass(frozen=True, slots=True)
-class Apart:
+class ExpertsApart:
     """See above. `group`: all ranks of `mesh`, which have the same values; `parameters`: those that differ elsewhere."""
 
     modules: tuple[nn.Module, ...]
@@ -60,7 +60,7 @@ class Apart:
         return [Unit(name, mesh=self.mesh) for name, module in root.named_modules() if id(module) in own]
 
 
-def make_equal(modules: Sequence[nn.Module], group: dist.ProcessGroup, apart: Apart | None) -> None:
+def make_equal(modules: Sequence[nn.Module], group: dist.ProcessGroup, apart: ExpertsApart | None) -> None:
     """Give all ranks of the group the parameters and buffers of its first one; of what is apart, those of the first that has the same."""
     own = {} if apart is None else {id(parameter): parameter for parameter in apart.parameters}
     held = {id(parameter): parameter for module in modules for parameter in module.parameters()}
@@ -75,7 +75,7 @@ def make_equal(modules: Sequence[nn.Module], group: dist.ProcessGroup, apart: Ap
         broadcast([parameter for key, parameter in held.items() if key in own], apart.group)
 
 
-class Called(Protocol):
+class CalledExperts(Protocol):
     """Which experts a rank's tokens have called where gradients are wanted."""
 
     def parameters(self) -> Collection[int]:
@@ -95,7 +95,7 @@ class ExpertReplicas(GroupHooks):
         inner: StepHooks | None,
         backward_passes_per_step: int = 1,
         dividing: TensorGroup | None = None,
-        called: Called | None = None,
+        called: CalledExperts | None = None,
         *,
         in_parts: bool = False,
     ) -> None:

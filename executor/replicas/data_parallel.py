@@ -27,7 +27,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from smpc.sharding.wide_gradients import is_wide, stand_in
+from smpc.sharding.wide_gradients import is_wide, wide_stand_in
 
 
 class _Replica(nn.Module):
@@ -82,7 +82,7 @@ class StageReplicas:
             trainable = [p for p in stage.parameters() if p.requires_grad and id(p) not in owned]
             if trainable:
                 replica = self._make_replica(index, stage, trainable)
-                _ignore(replica, owned)
+                _ignore_in_data_parallel(replica, owned)
                 self._anchors[index] = replica.anchor
                 self._replicas[index] = DistributedDataParallel(
                     replica,
@@ -98,7 +98,7 @@ class StageReplicas:
         """What DDP wraps: the stage, or, as its buckets are like parameters, others that are like the gradients."""
         if not any(is_wide(parameter) for parameter in trainable):
             return _Replica(stage, trainable[0])
-        others = [stand_in(parameter) if is_wide(parameter) else parameter for parameter in trainable]
+        others = [wide_stand_in(parameter) if is_wide(parameter) else parameter for parameter in trainable]
         self._stand_ins[index] = list(zip(trainable, others, strict=True))
         self._overlapping = False
         return _Replica(nn.ParameterList(others), others[0])
@@ -204,7 +204,7 @@ class StageReplicas:
                 other.grad = None
 
 
-def _ignore(replica: _Replica, owned: set[int]) -> None:
+def _ignore_in_data_parallel(replica: _Replica, owned: set[int]) -> None:
     names = [name for name, p in replica.named_parameters(remove_duplicate=False) if id(p) in owned]
     DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(replica, names)  # type: ignore[no-untyped-call]
 

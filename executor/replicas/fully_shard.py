@@ -30,7 +30,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from smpc.executor.replicas.apart import Apart, make_equal
+from smpc.executor.replicas.apart import ExpertsApart, make_equal
 from smpc.executor.replicas.data_parallel import broadcast
 from smpc.sharding import Keep, Sharded, ShardingOptions, Unit, shard
 
@@ -50,7 +50,7 @@ class _Held(nn.Module):
 class _Root(_Held):
     """What is sharded: the first stage modules that share parameters, usually one; runs any that has the same parameters."""
 
-    def __init__(self, stages: Sequence[nn.Module], apart: Apart | None) -> None:
+    def __init__(self, stages: Sequence[nn.Module], apart: ExpertsApart | None) -> None:
         super().__init__(stages)
         found = [] if apart is None else apart.inside(self)
         self.apart = _Held(found) if found else None
@@ -68,7 +68,7 @@ class _Member(nn.Module):
         self.stage = stage
         # Not a submodule: its parameters are the stage's own.
         object.__setattr__(self, "_root", root)
-        self._moves = _moves(stage, root)
+        self._moves = _moves_of_sharded_stage(stage, root)
 
     def forward(self, *inputs: Tensor) -> Any:
         """Run the stage."""
@@ -98,7 +98,7 @@ class StageShards:
         *,
         device_type: str = "cpu",
         broadcast_buffers: bool = True,
-        apart: Apart | None = None,
+        apart: ExpertsApart | None = None,
     ) -> None:
         self._group = group
         self._stages = [stages[index] for index in sorted(stages)]
@@ -112,7 +112,7 @@ class StageShards:
         self._sharded: dict[int, Sharded] = {}  # by the first of the stages that share parameters
         self._first: dict[int, int] = {}
         self._waits: dict[int, set[int]] = {}  # by that one, the stages whose last backward is still to come
-        for members in _sharing(stages):
+        for members in _stages_sharing_shards(stages):
             root = _Root([stages[index] for index in members], apart)
             make_equal([root], group, apart)
             self._roots.update(dict.fromkeys(members, root))
@@ -165,7 +165,9 @@ class StageShards:
         """Nothing was counted."""
 
 
-def _moves(stage: nn.Module, first: nn.Module) -> list[tuple[dict[str, Any], str, dict[str, Any], str]]:
+def _moves_of_sharded_stage(
+    stage: nn.Module, first: nn.Module
+) -> list[tuple[dict[str, Any], str, dict[str, Any], str]]:
     """Where the stage has parameters of its own dictionaries, and where those are that FSDP exchanges."""
     names: dict[int, tuple[dict[str, Any], str]] = {}
     exchanged: set[int] = set()
@@ -183,7 +185,7 @@ def _moves(stage: nn.Module, first: nn.Module) -> list[tuple[dict[str, Any], str
     ]
 
 
-def _sharing(stages: Mapping[int, nn.Module]) -> list[tuple[int, ...]]:
+def _stages_sharing_shards(stages: Mapping[int, nn.Module]) -> list[tuple[int, ...]]:
     """The stages, those that share parameters together, directly or by way of others."""
     found: list[tuple[list[int], set[int]]] = []
     for index in sorted(stages):
@@ -207,7 +209,7 @@ class ModuleShards:
         options: ShardingOptions,
         *,
         broadcast_buffers: bool = True,
-        apart: Apart | None = None,
+        apart: ExpertsApart | None = None,
     ) -> None:
         self._module, self._group, self._has_buffers = module, group, broadcast_buffers
         make_equal([module], group, apart)

@@ -24,7 +24,7 @@ from smpc.codegen.ring import Part, RingStep, ring_steps
 from smpc.executor.collectives import TensorGroup
 from smpc.executor.pieces import own_pieces
 from smpc.executor.sequence.sliced import Cut
-from smpc.kernels.attention.blocks import block_backward, block_forward, merge
+from smpc.kernels.attention.blocks import block_backward, block_forward, merge_attention_blocks
 
 _KEYS, _GRADIENTS = 0, 1  # tags of messages
 
@@ -76,7 +76,7 @@ class _Ring(torch.autograd.Function):
                 out.copy_(block[0])
                 lse.copy_(block[1])
             else:
-                merge(out[:, :, rows], lse[:, :, rows], *block)
+                merge_attention_blocks(out[:, :, rows], lse[:, :, rows], *block)
         result = out.to(q.dtype)
         ctx.save_for_backward(q, k, v, result, lse, *biases)
         ctx.scale, ctx.causal, ctx.mirrored, ctx.group = scale, causal, mirrored, group

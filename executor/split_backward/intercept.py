@@ -46,7 +46,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge
 from torch.overrides import TorchFunctionMode
 
-from smpc.executor.split_backward.pending import Alias, Pending, Product, Record, as_product, watch
+from smpc.executor.split_backward.pending import Pending, PendingAlias, PendingProduct, PendingRecord, as_product, watch
 
 _DEFERRABLE: frozenset[Callable[..., Any]] = frozenset(
     {
@@ -126,7 +126,7 @@ class Deferral(TorchFunctionMode):
             kwargs = {name: self._alias(value) for name, value in kwargs.items()}
         return func(*args, **kwargs)
 
-    def _multiply(self, func: Callable[..., Any], values: Sequence[Any], product: Product) -> Tensor:
+    def _multiply(self, func: Callable[..., Any], values: Sequence[Any], product: PendingProduct) -> Tensor:
         """The call without gradients of parameters."""
         self._pending.add(product)
         result: Tensor = func(*[value.detach() if type(value) is nn.Parameter else value for value in values])
@@ -142,7 +142,7 @@ class Deferral(TorchFunctionMode):
         places: list[int],
     ) -> Any:
         """The call as one node, with its own record."""
-        record = Record(trained)
+        record = PendingRecord(trained)
         self._pending.add(record)
         others = [values[i] for i in places]
         return _Deferrable.apply(self._pending.token, record, func, values, names, places, *others)  # type: ignore[no-untyped-call]
@@ -150,7 +150,7 @@ class Deferral(TorchFunctionMode):
     def _alias(self, value: Any) -> Any:
         """The parameter itself as another leaf, which keeps its gradient for W."""
         if _is_trained(value):
-            alias = Alias(value)
+            alias = PendingAlias(value)
             self._pending.add(alias)
             return alias.leaf
         if type(value) in (list, tuple) and _has_trained(value):
@@ -166,7 +166,7 @@ class _Deferrable(torch.autograd.Function):
     def forward(
         ctx: Any,
         token: Tensor,
-        entry: Record,
+        entry: PendingRecord,
         func: Callable[..., Any],
         values: list[Any],
         names: tuple[str, ...],

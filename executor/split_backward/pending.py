@@ -28,7 +28,7 @@ from torch.autograd.graph import GradientEdge
 _TOGETHER = 1 << 18  # elements of incoming gradients that W may hold at a time
 
 
-class Record:
+class PendingRecord:
     """A call that autograd has recorded."""
 
     __slots__ = ("edge", "grad", "parameters")
@@ -48,7 +48,7 @@ class Record:
         return torch.autograd.grad((self.root(),), list(self.parameters), (self.grad,), allow_unused=True)
 
 
-class Product:
+class PendingProduct:
     """A matrix product, with `weight` as the call has it: F.linear's is transposed first."""
 
     __slots__ = ("_is_linear", "_rows", "_version", "grad", "parameters")
@@ -94,7 +94,7 @@ class Product:
         return found, grad.sum_to_size(self.parameters[1].shape)
 
 
-class Alias:
+class PendingAlias:
     """A parameter as an argument of any other call."""
 
     __slots__ = ("leaf", "parameters")
@@ -117,7 +117,7 @@ class Alias:
         return (self.leaf.grad,)
 
 
-Entry: TypeAlias = Record | Product | Alias
+Entry: TypeAlias = PendingRecord | PendingProduct | PendingAlias
 
 
 class Pending:
@@ -149,11 +149,11 @@ class Pending:
         self._entries.clear()
         if not entries:
             return None
-        has_work = any(not isinstance(entry, Alias) for entry in entries)
+        has_work = any(not isinstance(entry, PendingAlias) for entry in entries)
         uses = [id(parameter) for entry in entries for parameter in entry.parameters]
         if len(set(uses)) == len(uses):
             while entries:  # what a group holds is free as soon as it has run
-                _accumulate(_next_group(entries))
+                _accumulate_pending_group(_next_group(entries))
         else:
             _accumulate_sums(entries)
         return has_work
@@ -171,10 +171,10 @@ def _next_group(entries: list[Entry]) -> list[Entry]:
 
 
 def _num_elements(entry: Entry) -> int:
-    return 0 if isinstance(entry, Alias) or entry.grad is None else entry.grad.numel()
+    return 0 if isinstance(entry, PendingAlias) or entry.grad is None else entry.grad.numel()
 
 
-def _accumulate(group: Sequence[Entry]) -> None:
+def _accumulate_pending_group(group: Sequence[Entry]) -> None:
     """Each gradient goes where it belongs as soon as it is computed: while it is in the cache."""
     roots = [entry.root() for entry in group]
     parameters = [parameter for entry in group for parameter in entry.parameters]
@@ -197,7 +197,7 @@ class _Products(torch.autograd.Function):
     """See `Product.root`."""
 
     @staticmethod
-    def forward(ctx: Any, product: Product, *parameters: nn.Parameter) -> Tensor:
+    def forward(ctx: Any, product: PendingProduct, *parameters: nn.Parameter) -> Tensor:
         ctx.product = product
         assert product.grad is not None, "a product that was not differentiated"
         return product.grad.detach()
@@ -210,7 +210,7 @@ class _Products(torch.autograd.Function):
 
 def as_product(
     func: Callable[..., Any], values: Sequence[Any], trained: Sequence[nn.Parameter], places: Sequence[int]
-) -> Product | None:
+) -> PendingProduct | None:
     """A call with positional arguments `values` as a Product, if it is one. `places`: of arguments that require a gradient and are not
     parameters.
 
@@ -231,10 +231,10 @@ def as_product(
     if not is_plain or not rows.is_floating_point() or torch.is_autocast_enabled(rows.device.type):
         return None
     # The weight comes first.
-    return Product(rows, trained if is_linear else trained[::-1], is_linear=is_linear)
+    return PendingProduct(rows, trained if is_linear else trained[::-1], is_linear=is_linear)
 
 
-def watch(product: Product, result: Tensor) -> None:
+def watch(product: PendingProduct, result: Tensor) -> None:
     """Have B tell the product the gradient of its result, after all hooks that change it."""
     # A view can be given another history, by what is done in place to it; its base cannot lose this one.
     made = result._base if result._is_view() else result

@@ -89,7 +89,7 @@ class NcclTransport:
             self._finish(*self._sent.popleft())
         if form.is_empty:
             return
-        group, wire = self._group(self._rank, peer), _bytes(form.wire(form.conform(tensor)))
+        group, wire = self._group(self._rank, peer), _bytes_over_nccl(form.wire(form.conform(tensor)))
         try:
             self._sent.append((group.send([wire], 1 - group.rank(), 0), wire, peer))
         except RuntimeError as error:
@@ -102,7 +102,7 @@ class NcclTransport:
             return NcclReceipt(None, buffer, peer, form)
         group = self._group(peer, self._rank)
         try:
-            work = group.recv([_bytes(form.wire(buffer))], 1 - group.rank(), 0)
+            work = group.recv([_bytes_over_nccl(form.wire(buffer))], 1 - group.rank(), 0)
         except RuntimeError as error:
             raise _did_not_arrive(peer, form, error) from None
         return NcclReceipt(work, buffer, peer, form)
@@ -137,5 +137,5 @@ def _did_not_arrive(peer: int, form: WireFormat, error: RuntimeError) -> Transpo
     return TransportError(f"value {form.value!r} did not arrive from pipeline rank {peer}: {error}")
 
 
-def _bytes(wire: Tensor) -> Tensor:
+def _bytes_over_nccl(wire: Tensor) -> Tensor:
     return wire.reshape(-1).view(torch.uint8)

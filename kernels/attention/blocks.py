@@ -70,7 +70,7 @@ def block_backward(
     return found
 
 
-def merge(out: Tensor, lse: Tensor, block_out: Tensor, block_lse: Tensor) -> None:
+def merge_attention_blocks(out: Tensor, lse: Tensor, block_out: Tensor, block_lse: Tensor) -> None:
     """Takes a block into the result over the blocks before, in place; `out` is as wide as `lse`."""
     both = torch.logaddexp(lse, block_lse)
     safe = both.masked_fill(both == float("-inf"), 0.0)  # a query that sees no key yet

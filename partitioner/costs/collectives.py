@@ -56,14 +56,14 @@ def collective_time(kind: Kind, num_bytes: float, group: Group, device: Device) 
     if group.size == 1 or num_bytes <= 0:
         return 0.0
     if group.hosts == 1 and kind in device.collectives:
-        sent = _sent(kind, num_bytes, group.size)
+        sent = _bytes_sent_by_collective(kind, num_bytes, group.size)
         return sent / at(device.collectives[kind], sent)
     if kind is Kind.ALL_TO_ALL:
         return _all_to_all(num_bytes, group, device)
-    latency, rate = _latency(group, device), bandwidth(group, device)
+    latency, rate = _collective_latency(group, device), bandwidth(group, device)
     if kind is Kind.SEND:
         return latency + num_bytes / rate
-    part, (ring, tree) = num_bytes * (group.size - 1) / group.size, _hops(group, device)
+    part, (ring, tree) = num_bytes * (group.size - 1) / group.size, _collective_hops(group, device)
     if kind is Kind.ALL_REDUCE:
         return latency + min(2 * part / rate + 2 * ring, 2 * num_bytes / rate + 2 * tree)
     if kind is Kind.BROADCAST:
@@ -77,10 +77,12 @@ def sent_time(num_bytes: float, group: Group, device: Device) -> float:
         return 0.0
     if group.hosts == 1 and IN_OPERATIONS in device.collectives:
         return num_bytes / at(device.collectives[IN_OPERATIONS], num_bytes)
-    return _latency(group, device) + num_bytes / bandwidth(group, device) + _hops(group, device)[0]
+    return (
+        _collective_latency(group, device) + num_bytes / bandwidth(group, device) + _collective_hops(group, device)[0]
+    )
 
 
-def _sent(kind: Kind, num_bytes: float, size: int) -> float:
+def _bytes_sent_by_collective(kind: Kind, num_bytes: float, size: int) -> float:
     """The bytes that a rank sends, by the table above."""
     if kind in (Kind.BROADCAST, Kind.SEND):
         return num_bytes
@@ -92,7 +94,9 @@ def least_time(kind: Kind, num_bytes: float, group: Group, device: Device) -> fl
     if group.size == 1 or num_bytes <= 0:
         return 0.0
     if group.hosts == 1 and kind in device.collectives:
-        return _sent(kind, num_bytes, group.size) / max(rate for _, rate in device.collectives[kind])
+        return _bytes_sent_by_collective(kind, num_bytes, group.size) / max(
+            rate for _, rate in device.collectives[kind]
+        )
     times = 2 if kind is Kind.ALL_REDUCE else 1
     return times * num_bytes * (group.size - 1) / group.size / bandwidth(group, device)
 
@@ -105,11 +109,11 @@ def bandwidth(group: Group, device: Device) -> float:
     return between if group.per_host == 1 else min(inside, between)
 
 
-def _latency(group: Group, device: Device) -> float:
+def _collective_latency(group: Group, device: Device) -> float:
     return device.inside_host.latency if group.hosts == 1 else device.between_hosts.latency
 
 
-def _hops(group: Group, device: Device) -> tuple[float, float]:
+def _collective_hops(group: Group, device: Device) -> tuple[float, float]:
     """Seconds of a ring's steps, and of the way from the leaves of a tree to its root."""
     inside, between = device.inside_host.hop, device.between_hosts.hop
     ring = (group.size - 1) * (inside if group.hosts == 1 else between)
@@ -122,4 +126,4 @@ def _all_to_all(num_bytes: float, group: Group, device: Device) -> float:
     part = num_bytes / group.size
     inside = (group.per_host - 1) * part / device.inside_host.rate
     between = (group.size - group.per_host) * part / device.between_hosts.rate
-    return _latency(group, device) + max(inside, between) + _hops(group, device)[1]
+    return _collective_latency(group, device) + max(inside, between) + _collective_hops(group, device)[1]

@@ -535,7 +535,7 @@ def weight_time(trace: Trace, positions: Sequence[int], backward: FloatArray, re
 
 def weight_times(trace: Trace, backward: FloatArray, regions: Sequence[Region]) -> FloatArray:
     """Seconds of W of each node; arguments as of `weight_time`."""
-    found: FloatArray = np.where(_is_free(trace, regions), _shares(trace) * backward, 0.0)
+    found: FloatArray = np.where(_is_free(trace, regions), _shares_of_weight_cost(trace) * backward, 0.0)
     return found
 
 
@@ -558,12 +558,18 @@ def deferred_time(trace: Trace, positions: Sequence[int], kernels: Kernels, regi
 
 def deferred_of(trace: Trace) -> Iterator[Node]:
     """The nodes with FLOPs whose backward can be in two parts."""
-    return (node for node, share in zip(trace.nodes, _shares(trace).tolist(), strict=True) if node.flops and share)
+    return (
+        node
+        for node, share in zip(trace.nodes, _shares_of_weight_cost(trace).tolist(), strict=True)
+        if node.flops and share
+    )
 
 
-def _shares(trace: Trace) -> FloatArray:
+def _shares_of_weight_cost(trace: Trace) -> FloatArray:
     """The part of each node's backward that W has."""
-    return trace.remembered(_shares, lambda: np.asarray([_weight_share(trace, node) for node in trace.nodes]))
+    return trace.remembered(
+        _shares_of_weight_cost, lambda: np.asarray([_weight_share(trace, node) for node in trace.nodes])
+    )
 
 
 def _weight_share(trace: Trace, node: Node) -> float:

@@ -208,7 +208,7 @@ class Group:
         return -(-self.size // self.per_host)
 
 
-def _products(tensor: float, scalar: float = 0.9) -> Mapping[str, Curve]:
+def _device_products(tensor: float, scalar: float = 0.9) -> Mapping[str, Curve]:
     """Shares of the peak: in dtypes with units for products, and in the others."""
     narrow = ("bfloat16", "float16", "float8_e4m3fn", "float8_e5m2")
     return MappingProxyType(
@@ -227,7 +227,7 @@ def _hopper_device(name: str, memory_bandwidth: float, memory_bytes: int, source
         "float8_e5m2": 1979e12,
     }
     wires = Wire(450e9, 20e-6, 0.8, 2e-6), Wire(50e9, 50e-6, 0.9, 5e-6)
-    kernels = Kernels(5e-6, 132, _products(0.724), ((1.0, 0.8),), (0.37, 0.33))
+    kernels = Kernels(5e-6, 132, _device_products(0.724), ((1.0, 0.8),), (0.37, 0.33))
     host = Wire(64e9, 10e-6, 0.8)
     return Device(
         name,
@@ -267,7 +267,7 @@ _A100 = Device(
     Wire(25e9, 50e-6, 0.9, 5e-6),
     "NVIDIA A100 Tensor Core GPU datasheet (80GB SXM: 2039 GB/s, NVLink 600 GB/s and PCIe Gen4 64 GB/s in both directions), DGX A100 "
     "datasheet (8 devices, 200 Gbit/s network each)",
-    kernels=Kernels(5e-6, 108, _products(0.827), ((1.0, 0.78),), (0.64, 0.56)),
+    kernels=Kernels(5e-6, 108, _device_products(0.827), ((1.0, 0.78),), (0.64, 0.56)),
     variation=0.08,
     host=Wire(32e9, 10e-6, 0.4),
 )
@@ -290,7 +290,7 @@ _L4 = Device(
     Wire(12.5e9, 50e-6, 0.9, 5e-6),
     "NVIDIA L4 Tensor Core GPU datasheet (30.3 TFLOP/s FP32, 242 TFLOP/s BF16 with sparsity, 300 GB/s, PCIe Gen4 x16 "
     "64 GB/s in both directions); 100 Gbit/s network assumed, and shares of A100",
-    kernels=Kernels(5e-6, 58, _products(0.827), ((1.0, 0.78),), (0.64, 0.56)),
+    kernels=Kernels(5e-6, 58, _device_products(0.827), ((1.0, 0.78),), (0.64, 0.56)),
     variation=0.08,
     host=PCIE4,
 )

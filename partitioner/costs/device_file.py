@@ -131,8 +131,8 @@ def find_devices(names: str | Device | Sequence[str | Device], num_ranks: int) -
     """
     listed: list[str | Device] = []
     for name in [names] if isinstance(names, (str, Device)) else names:
-        number, entry = _repeated(name) if isinstance(name, str) else (1, name)
-        listed += (_ranks_of(entry) if isinstance(entry, str) else [entry]) * number
+        number, entry = _repeated_device(name) if isinstance(name, str) else (1, name)
+        listed += (_ranks_of_device_file(entry) if isinstance(entry, str) else [entry]) * number
         if len(listed) > MAX_RANKS:
             raise ConfigError(f"device: expected devices of at most {MAX_RANKS} ranks, found {len(listed)}")
     if len(listed) not in (1, num_ranks):
@@ -145,7 +145,7 @@ def find_devices(names: str | Device | Sequence[str | Device], num_ranks: int) -
     return tuple(found) * (num_ranks if len(found) == 1 else 1)
 
 
-def _repeated(name: str) -> tuple[int, str]:
+def _repeated_device(name: str) -> tuple[int, str]:
     """How many of what: `2xh100`."""
     many = _MANY.fullmatch(name)
     if many is None:
@@ -155,7 +155,7 @@ def _repeated(name: str) -> tuple[int, str]:
     return int(many[1]), many[2]
 
 
-def _ranks_of(name: str) -> list[str | Device]:
+def _ranks_of_device_file(name: str) -> list[str | Device]:
     """What `ranks` of a file lists; the name itself if it is no such file."""
     data = read_table(name) if name.lower().endswith(".toml") else {}
     if "ranks" not in data:
@@ -168,7 +168,7 @@ def _ranks_of(name: str) -> list[str | Device]:
         )
     found: list[str | Device] = []
     for entry in listed:
-        number, kind = _repeated(entry)
+        number, kind = _repeated_device(entry)
         found += [kind] * number
         if len(found) > MAX_RANKS:
             raise ConfigError(f"device {shown(name)}: expected at most {MAX_RANKS} ranks, found {len(found)}")

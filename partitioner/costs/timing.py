@@ -67,10 +67,10 @@ def measure_times(
     """
     stopwatch = Stopwatch(trace, model, args, kwargs, device)
     stopwatch.run()
-    return typical([stopwatch.run() for _ in range(runs)])
+    return median_node_times([stopwatch.run() for _ in range(runs)])
 
 
-def typical(passes: Sequence[NodeTimes]) -> NodeTimes:
+def median_node_times(passes: Sequence[NodeTimes]) -> NodeTimes:
     """The medians of the nodes, as long in all as the median pass.
 
     Where processes share cores, a node is rarely interrupted and a stage always: medians of nodes leave the interruptions out.
@@ -256,12 +256,12 @@ def measure_workspace(
     assert profiler.profiler is not None
     results = profiler.profiler.kineto_results
     assert results is not None
-    events = sorted(_flat(results.experimental_event_tree()), key=lambda event: event.start_time_ns)
+    events = sorted(_flat_timing_events(results.experimental_event_tree()), key=lambda event: event.start_time_ns)
     found = Workspace(*np.zeros((2, len(trace.nodes)), dtype=np.int64))
-    for mark, blocks in _spans(events, stopwatch.device.type):
+    for mark, blocks in _timing_spans(events, stopwatch.device.type):
         _, _, phase, position = mark.rsplit(" ", 3)
         bytes_of = found.backward if phase == "backward" else found.forward
-        bytes_of[int(position)] = max(int(bytes_of[int(position)]), _most(blocks))
+        bytes_of[int(position)] = max(int(bytes_of[int(position)]), _most_bytes_when_timed(blocks))
     return found
 
 
@@ -281,13 +281,13 @@ class _Marked(Stopwatch):
             super().end()
 
 
-def _flat(events: Sequence[Any]) -> Iterator[Any]:
+def _flat_timing_events(events: Sequence[Any]) -> Iterator[Any]:
     for event in events:
         yield event
-        yield from _flat(event.children)
+        yield from _flat_timing_events(event.children)
 
 
-def _spans(events: Sequence[Any], device: str) -> Iterator[tuple[str, list[tuple[int, int]]]]:
+def _timing_spans(events: Sequence[Any], device: str) -> Iterator[tuple[str, list[tuple[int, int]]]]:
     """(mark, blocks allocated and freed as (address, bytes)) for each period of work of one node."""
     mark, blocks = _MARK, list[tuple[int, int]]()
     for event in events:
@@ -301,7 +301,7 @@ def _spans(events: Sequence[Any], device: str) -> Iterator[tuple[str, list[tuple
             mark, blocks = event.name, []
 
 
-def _most(blocks: Sequence[tuple[int, int]]) -> int:
+def _most_bytes_when_timed(blocks: Sequence[tuple[int, int]]) -> int:
     """The most bytes at once of the blocks that are freed again."""
     taken: dict[int, int] = {}  # address -> index of where it was taken
     passing: list[tuple[int, int]] = []  # (index, bytes)

@@ -174,9 +174,9 @@ class Plan:
         plan = cls(
             **{
                 **data,
-                "stages": tuple(_stage(stage) for stage in data["stages"]),
-                "edges": tuple(Edge(**_tuples(edge)) for edge in data["edges"]),
-                "shared_parameters": tuple(SharedParameter(**_tuples(s)) for s in data["shared_parameters"]),
+                "stages": tuple(_stage_of_plan(stage) for stage in data["stages"]),
+                "edges": tuple(Edge(**_tuples_of_plan(edge)) for edge in data["edges"]),
+                "shared_parameters": tuple(SharedParameter(**_tuples_of_plan(s)) for s in data["shared_parameters"]),
                 "objective": Objective(**data["objective"]),
                 "schedule": ScheduleSummary(**data["schedule"]),
                 "notes": tuple(data.get("notes", ())),
@@ -191,12 +191,12 @@ class Plan:
         return plan
 
 
-def _stage(data: dict[str, Any]) -> Stage:
+def _stage_of_plan(data: dict[str, Any]) -> Stage:
     regions = tuple(Region(**region) for region in data.get("checkpoints", ()))
-    return Stage(**{**_tuples(data), "checkpoints": regions})
+    return Stage(**{**_tuples_of_plan(data), "checkpoints": regions})
 
 
-def _tuples(data: dict[str, Any]) -> dict[str, Any]:
+def _tuples_of_plan(data: dict[str, Any]) -> dict[str, Any]:
     return {key: tuple(value) if isinstance(value, list) else value for key, value in data.items()}
 
 

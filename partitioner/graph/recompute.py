@@ -81,7 +81,7 @@ def _requested_regions(trace: Trace, patterns: tuple[str, ...]) -> RequestedRegi
                 f"{region.name or 'the model'} is not checkpointed: it reads {written[0]!r}, which is written in place afterwards, so it "
                 "could not be computed again"
             )
-        elif drawn := _generators(trace, region):
+        elif drawn := _generators_of_region(trace, region):
             notes.append(
                 f"{region.name or 'the model'} is not checkpointed: it draws from the random generator {drawn[0]!r}, which would give "
                 "other numbers the second time"
@@ -91,7 +91,7 @@ def _requested_regions(trace: Trace, patterns: tuple[str, ...]) -> RequestedRegi
     return RequestedRegions(tuple(found), tuple(dict.fromkeys(notes)))
 
 
-def _generators(trace: Trace, region: Region) -> list[str]:
+def _generators_of_region(trace: Trace, region: Region) -> list[str]:
     """Random generators of the model from which a region draws."""
     written = (trace.node(name) for node in trace.nodes[region.first : region.last] for name in node.mutates)
     return [node.target for node in written if node.kind is NodeKind.GET_ATTR and node.spec is None]
@@ -141,7 +141,7 @@ def active_regions(
     split: dict[str, tuple[int, ...]] = {}
     again = [frozenset(positions) for positions in recomputed]
     for region in regions:
-        owners = _owners(graph, region, stage_of)
+        owners = _owners_of_region(graph, region, stage_of)
         whole = [stage for stage in owners if all(s == stage or places <= again[stage] for s, places in owners.items())]
         if whole:
             found[whole[0]].append(region)
@@ -150,7 +150,7 @@ def active_regions(
     return ActiveRegions(tuple(_grouped_regions(found[stage]) for stage in range(len(found))), tuple(split.items()))
 
 
-def _owners(graph: Graph, region: Region, stage_of: IntArray) -> dict[int, frozenset[int]]:
+def _owners_of_region(graph: Graph, region: Region, stage_of: IntArray) -> dict[int, frozenset[int]]:
     """Stage -> positions of the region's live nodes that it owns."""
     owners: dict[int, set[int]] = {}
     for position in range(region.first, region.last):
@@ -199,7 +199,7 @@ def _changed_state(trace: Trace, positions: range) -> tuple[set[int], set[str], 
     return storages, names, tuple(f"{node.target}." for node in nodes if node.kind is NodeKind.CALL_MODULE)
 
 
-def depths(regions: Sequence[Region]) -> Mapping[int, int]:
+def recompute_depths(regions: Sequence[Region]) -> Mapping[int, int]:
     """Position -> how often the node there is computed again: once for each region around it."""
     found: dict[int, int] = {}
     for region in regions:

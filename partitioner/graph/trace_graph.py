@@ -189,11 +189,11 @@ def _state_users(
             dead_users[state_of[trace.position(name)]] = position
     for i, state in enumerate(trace.state):
         if not users[i] and i not in returned:
-            users[i].add(dead_users.get(i, _owner(state.name, first_of, int(compute[0]))))
+            users[i].add(dead_users.get(i, _owner_in_graph(state.name, first_of, int(compute[0]))))
     return tuple(tuple(sorted(found)) for found in users)
 
 
-def _owner(name: str, first_of: dict[str, int], otherwise: int) -> int:
+def _owner_in_graph(name: str, first_of: dict[str, int], otherwise: int) -> int:
     """The first compute node of the nearest enclosing module that runs."""
     while name:
         name = name.rpartition(".")[0]
@@ -391,7 +391,7 @@ def find_crossing(
 ) -> Crossing:
     """Edges, recomputed nodes and state of each stage; `stage_of` is by rank."""
     stages = range(num_stages)
-    needed = _needed(graph, recomputable, stage_of, num_stages)
+    needed = _stages_that_need_nodes(graph, recomputable, stage_of, num_stages)
     again: list[set[int]] = [set() for _ in stages]
     carried: dict[tuple[int, int], list[int]] = {}
     for position, users in needed.items():
@@ -405,7 +405,7 @@ def find_crossing(
             continue
         for source, destination in itertools.pairwise((owner, *others)):
             carried.setdefault((destination, source), []).append(position)
-    reads = _reads(graph, needed, again)
+    reads = _reads_of_graph_stages(graph, needed, again)
     state: list[set[int]] = [set() for _ in stages]
     for index, positions in enumerate(graph.state_users):
         for position in positions:
@@ -435,7 +435,7 @@ def stages_by_rank(graph: Graph, assignment: Mapping[str, int]) -> IntArray:
     problems = [f"no stage for node {name}" for name in missing] + [
         f"node {name} computes nothing in this trace" for name in unknown
     ]
-    _report("expected a stage for every node that computes", problems)
+    _report_on_graph("expected a stage for every node that computes", problems)
     return np.asarray([assignment[name] for name in names], dtype=np.int64)
 
 
@@ -446,7 +446,7 @@ def check_stages(graph: Graph, clusters: Clusters, stage_of: IntArray, num_stage
     def stage(position: int) -> int:
         return int(stage_of[graph.rank[position]])
 
-    _report(
+    _report_on_graph(
         f"expected stages from 0 to {num_stages - 1}",
         [
             f"node {nodes[i].name} is on stage {stage(i)}"
@@ -455,11 +455,11 @@ def check_stages(graph: Graph, clusters: Clusters, stage_of: IntArray, num_stage
         ],
     )
     used = np.bincount(stage_of, minlength=num_stages)
-    _report(
+    _report_on_graph(
         "expected every stage to run at least one node",
         [f"stage {s} is empty" for s in np.flatnonzero(used == 0).tolist()],
     )
-    _report(
+    _report_on_graph(
         "expected every node on the stage of its inputs or a later one",
         [
             f"{nodes[u].name} (stage {stage(u)}) is read by {nodes[w].name} (stage {stage(w)})"
@@ -467,7 +467,7 @@ def check_stages(graph: Graph, clusters: Clusters, stage_of: IntArray, num_stage
             if stage(u) > stage(w)
         ],
     )
-    _report(
+    _report_on_graph(
         "expected nodes joined by in-place writes or by a result that is no tensor to share a stage",
         [
             f"{nodes[members[0]].name} (stage {stage(members[0])}) and {nodes[other].name} (stage {stage(other)})"
@@ -478,13 +478,13 @@ def check_stages(graph: Graph, clusters: Clusters, stage_of: IntArray, num_stage
     )
 
 
-def _report(expected: str, problems: list[str]) -> None:
+def _report_on_graph(expected: str, problems: list[str]) -> None:
     if problems:
         more = f"; and {len(problems) - _SHOWN} more" if len(problems) > _SHOWN else ""
         raise PartitionError(f"{expected}, found: {'; '.join(problems[:_SHOWN])}{more}")
 
 
-def _needed(
+def _stages_that_need_nodes(
     graph: Graph, recomputable: Mapping[int, tuple[int, ...]], stage_of: IntArray, num_stages: int
 ) -> dict[int, set[int]]:
     """For each node, in execution order: the stages that use its value."""
@@ -507,7 +507,7 @@ def _needed(
     return dict(sorted(needed.items()))
 
 
-def _reads(graph: Graph, needed: Mapping[int, set[int]], again: list[set[int]]) -> list[list[int]]:
+def _reads_of_graph_stages(graph: Graph, needed: Mapping[int, set[int]], again: list[set[int]]) -> list[list[int]]:
     """Inputs and attributes that each stage reads, in execution order."""
     reads: list[set[int]] = [set() for _ in again]
     for position, stages in needed.items():

@@ -152,9 +152,9 @@ class Instance:
         if isinstance(devices, int) and not 0 <= devices <= _MOST_DEVICES:
             raise PartitionError(f"expected at most {_MOST_DEVICES} devices, found {_shown(devices)}")
         return cls.of(
-            _rows(Node, data["nodes"]),
-            _rows(Link, data["edges"]),
-            devices if isinstance(devices, int) else _rows(Processor, devices),
+            _rows_of_instance(Node, data["nodes"]),
+            _rows_of_instance(Link, data["edges"]),
+            devices if isinstance(devices, int) else _rows_of_instance(Processor, devices),
             data.get("memory_weight", 0.0),
             together,
             data.get("split", "row"),
@@ -175,7 +175,7 @@ class Instance:
         return graph
 
 
-def _rows(kind: type[Any], rows: Any) -> list[Any]:
+def _rows_of_instance(kind: type[Any], rows: Any) -> list[Any]:
     """Objects of JSON as dataclasses; what is wrong with the keys is said for all of them."""
     known = {field.name for field in fields(kind)}
     needed = {field.name for field in fields(kind) if field.default is field.default_factory is MISSING}

@@ -20,7 +20,7 @@ from smpc.partitioner.problem import FloatArray, IntArray, in_proportion
 from smpc.partitioner.solvers.cuts import cut_bound
 from smpc.partitioner.solvers.load_program import solve_loads
 from smpc.partitioner.solvers.loads import LoadProblem, simple_bound
-from smpc.partitioner.solvers.moves import improve
+from smpc.partitioner.solvers.moves import improve_by_moves
 from smpc.partitioner.solvers.staged import Staged, solve_stages
 
 _LARGEST = 1e300
@@ -36,7 +36,7 @@ def solve_loaded(instance: Instance, gap: float, time_limit: float) -> Found | N
     start, bound = staged.device_of, staged.lower_bound
     if start is None or not staged.note or staged.bottleneck <= bound * (1.0 + gap):
         return None if start is None else Found(start, bound, "graph", staged.note)
-    return _improved(problem, start, bound, staged, gap, time_limit)
+    return _improved_loaded(problem, start, bound, staged, gap, time_limit)
 
 
 def _solve_free(instance: Instance, gap: float, time_limit: float) -> Found | None:
@@ -49,20 +49,20 @@ def _solve_free(instance: Instance, gap: float, time_limit: float) -> Found | No
     may_stage = instance.may_idle or in_stages.num_units >= in_stages.num_devices
     staged = solve_stages(in_stages, gap).device_of if may_stage else None
     if staged is None:
-        start = _anywhere(problem)
+        start = _loaded_anywhere(problem)
     else:
         found = dict(zip(unit_of, (staged[unit] for unit in joined(stages)[0]), strict=True))
         start = tuple(found[unit] for unit in range(problem.num_units))
     if problem.bottleneck(start) <= bound * (1.0 + gap):
         return Found(start, bound, "graph")
-    return _improved(problem, start, bound, None, gap, time_limit)
+    return _improved_loaded(problem, start, bound, None, gap, time_limit)
 
 
-def _improved(
+def _improved_loaded(
     problem: LoadProblem, start: tuple[int, ...], bound: float, staged: Staged | None, gap: float, time_limit: float
 ) -> Found | None:
     """By moves of units and the integer program. `staged`: what keeps the order of units, if they have one."""
-    moved = improve(problem, start, None if staged is None else staged.row)
+    moved = improve_by_moves(problem, start, None if staged is None else staged.row)
     best, solver, note = moved, "graph" if moved == start else "search", "" if staged is None else staged.note
     reached = problem.bottleneck(best)
     if math.isinf(reached) or not (problem.may_idle or len(set(best)) == problem.num_devices):
@@ -80,7 +80,7 @@ def _improved(
     return Found(best, bound, solver, note)
 
 
-def _anywhere(problem: LoadProblem) -> tuple[int, ...]:
+def _loaded_anywhere(problem: LoadProblem) -> tuple[int, ...]:
     """Where a free split may begin: the heaviest unit first, each where that makes the least load, whatever is held."""
     found, loads = [0] * problem.num_units, [0.0] * problem.num_devices
     heaviest = sorted(range(problem.num_units), key=lambda u: (-float(problem.costs[:, u].min()), u))
@@ -98,9 +98,9 @@ def load_problem(instance: Instance) -> LoadProblem:
     unit_of, order = joined(instance)
     kinds = list(dict.fromkeys(instance.devices))
     size = (len(kinds), order.number_of_nodes())
-    memory, limits = _memory(instance, kinds, unit_of, size)
+    memory, limits = _memory_of_loaded_units(instance, kinds, unit_of, size)
     sent, factor = values(instance, unit_of)
-    per_second, _ = _weights(instance)
+    per_second, _ = _weights_of_loads(instance)
     return LoadProblem(
         _load_costs(instance, kinds, unit_of, size),
         memory,
@@ -114,7 +114,7 @@ def load_problem(instance: Instance) -> LoadProblem:
     )
 
 
-def _weights(instance: Instance) -> tuple[Fraction, Fraction]:
+def _weights_of_loads(instance: Instance) -> tuple[Fraction, Fraction]:
     """The weights of a unit of time and of a byte in a load."""
     time, held = totals(instance)
     weight = Fraction(instance.memory_weight)
@@ -123,7 +123,7 @@ def _weights(instance: Instance) -> tuple[Fraction, Fraction]:
 
 def _load_costs(instance: Instance, kinds: list[Processor], unit_of: list[int], size: tuple[int, int]) -> FloatArray:
     """The load of each unit on each kind of device."""
-    per_second, per_byte = _weights(instance)
+    per_second, per_byte = _weights_of_loads(instance)
     costs = np.zeros(size)
     for k, kind in enumerate(kinds):
         exact = [Fraction(0)] * size[1]
@@ -137,7 +137,7 @@ def _load_costs(instance: Instance, kinds: list[Processor], unit_of: list[int], 
     return costs
 
 
-def _memory(
+def _memory_of_loaded_units(
     instance: Instance, kinds: list[Processor], unit_of: list[int], size: tuple[int, int]
 ) -> tuple[IntArray, tuple[int, ...]]:
     """The memory of units, rounded up, and the limits, rounded down, by kind."""

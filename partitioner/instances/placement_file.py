@@ -43,15 +43,15 @@ def read_instance(path: str | Path, split: str | None = None) -> Instance:
     data = parse_json(text, name)
     try:
         if "maxFPGAs" in data or "maxCPUs" in data:
-            return _published(data, split or "contiguous")
+            return _published_placement(data, split or "contiguous")
         return Instance.from_object(data if split is None else {**data, "split": split})
     except PartitionError as error:
         raise PartitionError(f"{name}: {printable(str(error))}") from None
 
 
-def _published(data: Row, split: str) -> Instance:
+def _published_placement(data: Row, split: str) -> Instance:
     """A problem of the paper."""
-    wrong = list(_wrong(data))
+    wrong = list(_wrong_in_placement_file(data))
     if wrong:
         more = f"; and {len(wrong) - _SHOWN} more" if len(wrong) > _SHOWN else ""
         raise PartitionError(f"expected a device-placement problem, found: {'; '.join(wrong[:_SHOWN])}{more}")
@@ -85,7 +85,7 @@ def _node_of_row(row: Row) -> Node:
     )
 
 
-def _wrong(data: Row) -> Iterator[str]:
+def _wrong_in_placement_file(data: Row) -> Iterator[str]:
     """Rejects anything that is not a field of a problem; `Instance` checks amounts."""
     for name in ("maxFPGAs", "maxCPUs"):
         count = data.get(name, 0)

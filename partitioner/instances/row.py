@@ -95,7 +95,7 @@ class _Numbers:
 def _search_row(numbers: _Numbers, gap: float, time_limit: float) -> Found | None:
     """The best placement in a row that is found; None if limits allow none."""
     start, solver = _contiguous_placement(numbers), "chain"
-    highest = numbers.cost(start) if start is not None else _everything(numbers)
+    highest = numbers.cost(start) if start is not None else _everything_on_row(numbers)
     units, dag, scale, in_flight = numbers.units, numbers.dag, numbers.scale, numbers.in_flight
     bound = graph_bound(units, dag, scale, in_flight, 0.0, highest) if len(in_flight) > 1 else highest
     if math.isinf(bound):
@@ -132,7 +132,7 @@ def _contiguous_placement(numbers: _Numbers) -> tuple[int, ...] | None:
     return tuple(placed[unit] for unit in range(len(order)))
 
 
-def _everything(numbers: _Numbers) -> float:
+def _everything_on_row(numbers: _Numbers) -> float:
     """More than any device can have to do."""
     units, scale = numbers.units, replace(numbers.scale, limits=())
     alone = [

@@ -64,9 +64,9 @@ def solve_instance(instance: Instance, gap: float = 1e-3, time_limit: float = TI
         raise PartitionError(
             f"expected at most as many devices as separable nodes, found {len(instance.devices)} and {number}"
         )
-    found = _find(instance, gap, time_limit)
+    found = _find_for_instance(instance, gap, time_limit)
     if found is None:
-        raise _infeasible(instance, unit_of)
+        raise _infeasible_instance(instance, unit_of)
     by_node = found.by_node(instance, unit_of)
     taken, held = times(instance, by_node), memory(instance, by_node)
     bottleneck = largest_load(instance, taken, held)
@@ -84,7 +84,7 @@ def solve_instance(instance: Instance, gap: float = 1e-3, time_limit: float = TI
     )
 
 
-def _find(instance: Instance, gap: float, time_limit: float) -> Found | None:
+def _find_for_instance(instance: Instance, gap: float, time_limit: float) -> Found | None:
     return (solve_row if _is_plain(instance) else solve_loaded)(instance, gap, time_limit)
 
 
@@ -95,11 +95,11 @@ def _is_plain(instance: Instance) -> bool:
     return instance.split == "row" and not (instance.may_idle or has_kinds or has_transfers)
 
 
-def _infeasible(instance: Instance, unit_of: Sequence[int]) -> PartitionError:
+def _infeasible_instance(instance: Instance, unit_of: Sequence[int]) -> PartitionError:
     """The error when nothing fits."""
     devices = tuple(replace(device, memory_limit=None, bandwidth=None) for device in instance.devices)
     edges = tuple(Link(edge.source, edge.target) for edge in instance.edges)
-    found = _find(replace(instance, edges=edges, devices=devices, memory_weight=1.0), 1e-3, TIME_LIMIT)
+    found = _find_for_instance(replace(instance, edges=edges, devices=devices, memory_weight=1.0), 1e-3, TIME_LIMIT)
     if found is None:
         return PartitionError(
             f"expected a placement in which every node can run on its device, found none with the split {instance.split!r}; have more "
@@ -108,7 +108,7 @@ def _infeasible(instance: Instance, unit_of: Sequence[int]) -> PartitionError:
     least = max(memory(instance, found.by_node(instance, unit_of)))
     limits = [device.memory_limit for device in instance.devices]
     text = (
-        f"expected a placement within memory limits {_listed(limits)}, found none on {len(limits)} devices: the least limit for "
+        f"expected a placement within memory limits {_limits_as_text(limits)}, found none on {len(limits)} devices: the least limit for "
         f"every device that would do is {_rounded_up(least)}"
     )
     if len(set(instance.devices)) == 1 and _is_plain(instance):
@@ -140,7 +140,7 @@ def _rounded_up(value: Fraction) -> str:
     return next(text for text in (f"{upper:g}", repr(upper)) if Fraction(float(text)) >= value)
 
 
-def _listed(limits: Sequence[float | None]) -> str:
+def _limits_as_text(limits: Sequence[float | None]) -> str:
     """Limits of devices, one if they are all alike."""
     texts = ["none" if limit is None else f"{limit:g}" for limit in limits]
     return texts[0] if len(set(texts)) == 1 else ", ".join(texts)

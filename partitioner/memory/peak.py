@@ -141,10 +141,10 @@ def step_peak(terms: StepTerms, cost_model: CostModel, num_in_flight: int, num_m
     """The most of a step's phases: see the module docstring. The one formula, of a stage's prediction and of the solvers' bounds."""
     more = num_microbatches > num_in_flight
     others, sent = terms.others(num_in_flight), (num_in_flight - 1) * terms.sent
-    forward = others + _larger(terms.one_forward, terms.after_forward)
+    forward = others + _larger_peak(terms.one_forward, terms.after_forward)
     found = [forward + sent + terms.early_gradients, terms.waiting + others + terms.first_backward]
     if more:
-        found.append(forward + _smaller(terms.waiting, sent) + terms.gradients)
+        found.append(forward + _smaller_peak(terms.waiting, sent) + terms.gradients)
     if num_microbatches > 1:
         behind = others if more else terms.others(num_in_flight - 1)
         found.append(terms.waiting + behind + terms.later_backward)
@@ -156,14 +156,14 @@ def step_peak(terms: StepTerms, cost_model: CostModel, num_in_flight: int, num_m
     if cost_model.optimizer.in_parts:
         left = (num_in_flight if cost_model.holds_sent else 1) * terms.given_back
         found += [terms.gathering + terms.one_forward, left + terms.averaging]
-    return functools.reduce(_larger, found)
+    return functools.reduce(_larger_peak, found)
 
 
-def _larger(one: Bytes, other: Bytes) -> Bytes:
+def _larger_peak(one: Bytes, other: Bytes) -> Bytes:
     return max(one, other) if isinstance(one, int) and isinstance(other, int) else np.maximum(one, other)
 
 
-def _smaller(one: Bytes, other: Bytes) -> Bytes:
+def _smaller_peak(one: Bytes, other: Bytes) -> Bytes:
     return min(one, other) if isinstance(one, int) and isinstance(other, int) else np.minimum(one, other)
 
 
@@ -353,7 +353,7 @@ def _split_peak(
     state = [graph.trace.state[i] for i in use.state]
     found = SplitTerms(
         int(terms.others(2)),
-        int(_larger(terms.one_forward, terms.after_forward)),
+        int(_larger_peak(terms.one_forward, terms.after_forward)),
         working,
         exists,
         max((item.spec.num_bytes for item in state if cost_model.gradient_bytes(item)), default=0),

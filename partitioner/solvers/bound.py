@@ -53,13 +53,13 @@ def lower_bound(
 
     reached: the bottleneck of a known placement. If simple bounds come within `_CLOSE` of it, no more is tried.
     """
-    fixed, held = _segment_costs(units, scale, _segments(graph, clusters))
+    fixed, held = _segment_costs(units, scale, _segments_for_bound(graph, clusters))
     multiplier = np.asarray(in_flight, dtype=np.float64)
     weights = 1.0 / np.maximum(fixed.sum() + multiplier * held.sum(), 1e-300)
     weights /= weights.sum()
     best, rate = 0.0, 0.5
     for _ in range(_ROUNDS if len(multiplier) > 1 else 1):
-        value, costs = _cheapest(fixed, held, multiplier, weights)
+        value, costs = _cheapest_for_bound(fixed, held, multiplier, weights)
         best = max(best, value)
         weights = weights * _exponential(rate * (costs / max(float(costs.max()), 1e-300)))
         weights /= weights.sum()
@@ -90,7 +90,7 @@ def graph_bound(
     return float(best) * (1.0 - _ROUNDING)
 
 
-def _segments(graph: Graph, clusters: Clusters) -> IntArray:
+def _segments_for_bound(graph: Graph, clusters: Clusters) -> IntArray:
     """Segment of each rank, from 1; 0 for nodes outside the core."""
     n = graph.num_compute
     members = [r for r, position in enumerate(graph.compute.tolist()) if not clusters.input_only[position]]
@@ -134,7 +134,7 @@ def _segment_costs(units: Units, scale: Scale, segment: IntArray) -> tuple[Float
     return scale.cost(time, static, scale.fastest), scale.cost(np.zeros_like(held), held)
 
 
-def _cheapest(
+def _cheapest_for_bound(
     fixed: FloatArray, held: FloatArray, in_flight: FloatArray, weights: FloatArray
 ) -> tuple[float, FloatArray]:
     """The smallest weighted sum of stage costs, and the stage costs of a placement that has it."""

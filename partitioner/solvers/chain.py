@@ -190,7 +190,7 @@ def build(problem: ChainProblem, num_stages: int) -> ChainModel:
 
 def solve(model: ChainModel, tolerance: float) -> tuple[tuple[int, ...], float]:
     """Ends of the stages, in merged units, and the optimum."""
-    optimum = _optimum(model)
+    optimum = _chain_optimum(model)
     ends = _cheapest_cuts(model, optimum * (1.0 + tolerance))
     assert ends is not None, "the optimum is within its own tolerance"
     return ends, optimum
@@ -205,7 +205,7 @@ def decode(problem: ChainProblem, model: ChainModel, ends: Sequence[int], optimu
     return solution
 
 
-def _optimum(model: ChainModel) -> float:
+def _chain_optimum(model: ChainModel) -> float:
     """The smallest bottleneck.
 
     `reach` may leave a stage empty (a unit too heavy for this stage but not for a later one); then its answer is a
@@ -213,7 +213,7 @@ def _optimum(model: ChainModel) -> float:
     """
     n, num_stages = model.forward.num_units, len(model.in_flight)
     high = model.bottleneck([n * (stage + 1) // num_stages for stage in range(num_stages)])
-    low = _bisect(model.forward, model.in_flight, high, may_be_empty=False)
+    low = _bisect_chain(model.forward, model.in_flight, high, may_be_empty=False)
     ends, _, _ = model.forward.reach(low, model.in_flight)
     whole = ends[-1] == n and all(start < end for start, end in zip((0, *ends[:-1]), ends, strict=True))
     if whole or _cheapest_cuts(model, low) is not None:
@@ -236,10 +236,10 @@ def relaxed_optimum(units: Units, scale: Scale, in_flight: Sequence[int]) -> flo
     """The smallest bottleneck of a contiguous partition whose stages may be empty; infinite if limits allow none."""
     intervals = Intervals(units, scale)
     everything = float(intervals.costs(0, len(units), in_flight[0])[-1])
-    return _bisect(intervals, in_flight, everything, may_be_empty=True)
+    return _bisect_chain(intervals, in_flight, everything, may_be_empty=True)
 
 
-def _bisect(intervals: Intervals, in_flight: Sequence[int], high: float, may_be_empty: bool) -> float:
+def _bisect_chain(intervals: Intervals, in_flight: Sequence[int], high: float, may_be_empty: bool) -> float:
     """The smallest bound with which the last stage reaches the end, at most `high`, with which it does."""
     low = 0.0
     if high == math.inf:  # limits: anything that they allow

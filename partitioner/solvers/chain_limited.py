@@ -93,11 +93,11 @@ def solve_limited(chain: LimitedChain, limit: int, tolerance: float) -> ChainSol
         return np.where(chain.peak_row(start, stop, stage) <= limit, row, np.inf)
 
     _, unlimited = solve(model, 0.0)
-    found = _rising(chain, unlimited, costs, lambda bound: chain.windows(bound, limit))
+    found = _rising_limited_chain(chain, unlimited, costs, lambda bound: chain.windows(bound, limit))
     if found is None:
         return None
     optimum, _ = found
-    ends = _cheapest(chain, costs, optimum * (1.0 + tolerance), limit)
+    ends = _cheapest_limited_chain(chain, costs, optimum * (1.0 + tolerance), limit)
     cuts = tuple(model.starts[list(ends[:-1])].tolist())
     return ChainSolution(cuts, model.bottleneck(ends), optimum)
 
@@ -113,7 +113,7 @@ def least_peak(chain: LimitedChain) -> tuple[ChainSolution, int]:
     def peaks(start: int, stop: int, stage: int) -> FloatArray:
         return chain.peak_row(start, stop, stage).astype(np.float64)
 
-    found = _rising(chain, lowest, peaks, lambda bound: chain.windows(math.inf, bound))
+    found = _rising_limited_chain(chain, lowest, peaks, lambda bound: chain.windows(math.inf, bound))
     assert found is not None, "without a limit there is a partition"
     peak, ends = found
     bottleneck = model.bottleneck(ends)
@@ -128,10 +128,10 @@ def fits(chain: LimitedChain, limit: int) -> bool:
         return np.where(row <= limit, row, np.inf)
 
     windows = chain.windows(math.inf, limit)
-    return windows is not None and _smallest(chain, peaks, windows) is not None
+    return windows is not None and _smallest_limited_chain(chain, peaks, windows) is not None
 
 
-def _rising(
+def _rising_limited_chain(
     chain: LimitedChain, start: float, values: Values, windows: Callable[[float], list[tuple[int, int]] | None]
 ) -> tuple[float, tuple[int, ...]] | None:
     """The smallest largest value of a partition, and its ends; a partition of value v lies in windows(v)."""
@@ -139,19 +139,19 @@ def _rising(
     for raised in _RAISES:
         bound = start * raised if raised < math.inf else math.inf
         allowed = windows(bound)
-        found = None if allowed is None else _smallest(chain, values, allowed)
+        found = None if allowed is None else _smallest_limited_chain(chain, values, allowed)
         if found is not None and (best is None or found[0] < best[0]):
             best = found
         if best is not None and best[0] <= bound:
             return best
         if best is not None:
             exact = windows(best[0])
-            again = None if exact is None else _smallest(chain, values, exact)
+            again = None if exact is None else _smallest_limited_chain(chain, values, exact)
             return again if again is not None and again[0] < best[0] else best
     return None
 
 
-def _smallest(
+def _smallest_limited_chain(
     chain: LimitedChain, values: Values, windows: list[tuple[int, int]]
 ) -> tuple[float, tuple[int, ...]] | None:
     """The partition within the windows whose largest value is smallest."""
@@ -171,10 +171,10 @@ def _smallest(
         low, best = first, new
     if not np.isfinite(best[0]):
         return None
-    return float(best[0]), _ends(chain.model.forward.num_units, parents)
+    return float(best[0]), _ends_of_limited_chain(chain.model.forward.num_units, parents)
 
 
-def _cheapest(chain: LimitedChain, values: Values, bound: float, limit: int) -> tuple[int, ...]:
+def _cheapest_limited_chain(chain: LimitedChain, values: Values, bound: float, limit: int) -> tuple[int, ...]:
     """Ends of the partition within the bound and the limit whose cuts break the fewest modules, then cross the fewest bytes."""
     model = chain.model
     windows = chain.windows(bound, limit)
@@ -201,10 +201,10 @@ def _cheapest(chain: LimitedChain, values: Values, bound: float, limit: int) -> 
             depth[reached] += model.cut_depth[low + reached]
             size[reached] += model.cut_bytes[low + reached]
     assert depth[0] != _NONE, "the optimum is within its own tolerance"
-    return _ends(model.forward.num_units, parents)
+    return _ends_of_limited_chain(model.forward.num_units, parents)
 
 
-def _ends(num_units: int, parents: list[tuple[int, IntArray]]) -> tuple[int, ...]:
+def _ends_of_limited_chain(num_units: int, parents: list[tuple[int, IntArray]]) -> tuple[int, ...]:
     ends = [num_units]
     for first, parent in reversed(parents[1:]):
         ends.append(int(parent[ends[-1] - first]))

@@ -29,7 +29,13 @@ import networkx as nx
 import numpy as np
 
 from smpc.partitioner.costs.cost import CostModel, NodeTimes, node_times
-from smpc.partitioner.graph.recompute import RequestedRegions, depths, find_recomputable, requested_regions, with_regions
+from smpc.partitioner.graph.recompute import (
+    RequestedRegions,
+    find_recomputable,
+    recompute_depths,
+    requested_regions,
+    with_regions,
+)
 from smpc.partitioner.graph.trace_graph import Clusters, Graph, build_graph, condense, find_clusters
 from smpc.partitioner.memory.peak import state_bytes
 from smpc.partitioner.problem import FloatArray, IntArray, Scale, SharedItem, Units, check_total, stage_costs
@@ -160,11 +166,11 @@ def coarse_problem(
         tuple(sorted(nx.transitive_reduction(dag).edges)),
         tuple(Value(producer, users, num_bytes) for (producer, users), num_bytes in sorted(values.items())),
     )
-    start = _contiguous(problem, list(nx.lexicographical_topological_sort(dag)))
+    start = _contiguous_coarse(problem, list(nx.lexicographical_topological_sort(dag)))
     return CoarseProblem(problem, tuple(labels), start, _is_ordered(dag, merged, scale))
 
 
-def _contiguous(problem: PlacementProblem, order: list[int]) -> tuple[int, ...]:
+def _contiguous_coarse(problem: PlacementProblem, order: list[int]) -> tuple[int, ...]:
     """The best placement in which the stages are intervals of this order."""
     if len(order) < len(problem.in_flight):
         return ()
@@ -245,16 +251,16 @@ def analyse(
 ) -> Analysis:
     """Index the trace and cost its nodes; `times` are measured ones, if there are any. `recompute`: names of modules to checkpoint."""
     wanted = tuple(recompute)
-    requested, graph, clusters = trace.remembered((_index, wanted), lambda: _index(trace, wanted))
+    requested, graph, clusters = trace.remembered((_index_to_coarsen, wanted), lambda: _index_to_coarsen(trace, wanted))
     once = times or node_times(trace, cost_model)
     graph = replace(graph, workspace=once.workspace)
-    times = once.with_reruns(depths(requested.regions))
+    times = once.with_reruns(recompute_depths(requested.regions))
     recomputable = find_recomputable(graph, clusters, cost_model)
     units = node_units(graph, times, cost_model)
     return Analysis(graph, clusters, times, once, recomputable, units, cost_model, requested)
 
 
-def _index(trace: Trace, recompute: tuple[str, ...]) -> tuple[RequestedRegions, Graph, Clusters]:
+def _index_to_coarsen(trace: Trace, recompute: tuple[str, ...]) -> tuple[RequestedRegions, Graph, Clusters]:
     """The part that depends on no cost."""
     _check_bytes(trace)
     requested = requested_regions(trace, recompute)

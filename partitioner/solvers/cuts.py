@@ -38,7 +38,7 @@ def cut_bound(problem: LoadProblem, known: float) -> float:
     total, weights = divided(problem)
     walk = None
     if total > 0 and np.isfinite(known):
-        walk = _Walk.of(problem, range(problem.num_units)) or _Walk.of(problem, _narrow(problem))
+        walk = _Walk.of(problem, range(problem.num_units)) or _Walk.of(problem, _narrow_cuts(problem))
     if walk is None:
         return 0.0
     weighted = np.full(problem.costs.shape, np.inf)
@@ -52,12 +52,12 @@ def cut_bound(problem: LoadProblem, known: float) -> float:
     low, high = 0.0, known
     for _ in range(_ROUNDS):
         middle = (low + high) / 2
-        most = sum(_largest(tables.get(kind), float(weights[kind]) * middle) for kind in problem.kind_of)
+        most = sum(_largest_cut(tables.get(kind), float(weights[kind]) * middle) for kind in problem.kind_of)
         low, high = (middle, high) if most < total * (1.0 - ROUNDING) else (low, middle)
     return low * (1.0 - ROUNDING)
 
 
-def _largest(table: tuple[float, FloatArray] | None, most: float) -> float:
+def _largest_cut(table: tuple[float, FloatArray] | None, most: float) -> float:
     """The largest price of the units of a device with a load of `most`, by weight."""
     if table is None:
         return most
@@ -89,7 +89,7 @@ class _Walk:
     @classmethod
     def of(cls, problem: LoadProblem, row: Sequence[int]) -> _Walk | None:
         """None if there are too many moves."""
-        by_unit, place = _touching(problem), {unit: i for i, unit in enumerate(row)}
+        by_unit, place = _touching_cut(problem), {unit: i for i, unit in enumerate(row)}
         last = [max(place[unit] for unit in (value.producer, *value.consumers)) for value in problem.values]
         opened: list[int] = []
         states: dict[tuple[int, ...], int] = {(_OUT,): 0}  # sides of the last unit and of the open values
@@ -133,7 +133,7 @@ class _Walk:
         return found
 
 
-def _touching(problem: LoadProblem) -> list[list[int]]:
+def _touching_cut(problem: LoadProblem) -> list[list[int]]:
     """By unit, the values that it makes or uses."""
     found: list[list[int]] = [[] for _ in range(problem.num_units)]
     for v, value in enumerate(problem.values):
@@ -142,9 +142,9 @@ def _touching(problem: LoadProblem) -> list[list[int]]:
     return found
 
 
-def _narrow(problem: LoadProblem) -> list[int]:
+def _narrow_cuts(problem: LoadProblem) -> list[int]:
     """All units in a row in which few values are open at a time: always the one that opens the fewest and closes the most."""
-    by_unit = _touching(problem)
+    by_unit = _touching_cut(problem)
     left = [len({value.producer, *value.consumers}) for value in problem.values]
     whole = list(left)
     row: list[int] = []

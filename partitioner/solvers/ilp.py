@@ -121,9 +121,9 @@ def solve_placement(
         )
         if start is None:
             raise PartitionError("expected highspy or CBC to place a graph, found neither: pip install highspy")
-        return _solution(problem, tuple(start), 0.0, "no solver is installed: exact chain solution")
+        return _ilp_solution(problem, tuple(start), 0.0, "no solver is installed: exact chain solution")
     found = decode(problem, solve(build(problem, start), problem, start, gap, time_limit), start)
-    if start is None and found.bottleneck > _LARGE * _unit(problem, None):
+    if start is None and found.bottleneck > _LARGE * _ilp_unit(problem, None):
         start = found.assignment  # the program did not tell such costs apart: again, now that their size is known
         found = decode(problem, solve(build(problem, start), problem, start, gap, time_limit), start)
     return found
@@ -136,14 +136,14 @@ def build(problem: PlacementProblem, start: Sequence[int] | None = None) -> Plac
     units, num_stages = problem.units, len(problem.in_flight)
     stages = range(num_stages)
     program = pulp.LpProblem("placement", pulp.LpMinimize)
-    runs = tuple(tuple(_binary(program, f"x_{u}_{s}") for s in stages) for u in range(len(units)))
+    runs = tuple(tuple(_ilp_binary(program, f"x_{u}_{s}") for s in stages) for u in range(len(units)))
     for row in runs:
         program += pulp.lpSum(row) == 1
     for s in stages:
         program += pulp.lpSum(row[s] for row in runs) >= 1
     for (u, w), s in itertools.product(problem.dependencies, stages[:-1]):
         program += pulp.lpSum(runs[u][: s + 1]) >= pulp.lpSum(runs[w][: s + 1])
-    held = [[_fraction(program, f"h_{k}_{s}") for s in stages] for k in range(len(units.shared))]
+    held = [[_ilp_fraction(program, f"h_{k}_{s}") for s in stages] for k in range(len(units.shared))]
     for item, holds in zip(units.shared, held, strict=True):
         for user, s in itertools.product(item.users, stages):
             program += holds[s] >= runs[user][s]
@@ -152,18 +152,18 @@ def build(problem: PlacementProblem, start: Sequence[int] | None = None) -> Plac
             work = program.add_variable(f"w_{s}", lowBound=0)
             for row, num_bytes in zip(runs, problem.working, strict=True):
                 program += work >= num_bytes / problem.memory_limit * row[s]
-            memory = _cost(problem, s, runs, held, Scale(1.0, 1, problem.memory_limit))
+            memory = _ilp_cost(problem, s, runs, held, Scale(1.0, 1, problem.memory_limit))
             program += memory + work <= 1.0
     for s, limit in enumerate(problem.scale.limits):
-        program += _cost(problem, s, runs, held, Scale(1.0, 1, max(1, limit))) <= (1.0 if limit else 0.0)
-    bottleneck, unit = program.add_variable("B", lowBound=0), _unit(problem, start)
+        program += _ilp_cost(problem, s, runs, held, Scale(1.0, 1, max(1, limit))) <= (1.0 if limit else 0.0)
+    bottleneck, unit = program.add_variable("B", lowBound=0), _ilp_unit(problem, start)
     for s in stages:
-        program += bottleneck >= _cost(problem, s, runs, held, problem.scale, unit)
+        program += bottleneck >= _ilp_cost(problem, s, runs, held, problem.scale, unit)
     program.setObjective(bottleneck)
-    return PlacementModel(program, runs, bottleneck, _received(program, problem, runs), unit)
+    return PlacementModel(program, runs, bottleneck, _ilp_received(program, problem, runs), unit)
 
 
-def _unit(problem: PlacementProblem, start: Sequence[int] | None) -> float:
+def _ilp_unit(problem: PlacementProblem, start: Sequence[int] | None) -> float:
     """1, unless costs are very small or large, as with devices of a speed of 1e9: then about what a stage costs."""
     if start is None:
         lowest = own_costs(problem.units, problem.scale, min(problem.in_flight))
@@ -184,7 +184,7 @@ def solve(
     finished, bound = run_program(program, gap, time_limit / 2)
     # A program that has no solution, though one is known, was too hard for the solver's arithmetic.
     bound = model.unit * max(0.0, bound - _TOLERANCE) if start is None or np.isfinite(bound) else 0.0
-    found = _read(problem, model)
+    found = _read_ilp(problem, model)
     best = found if found is not None else (tuple(start) if start is not None else None)
     note = "" if finished else LIMIT_NOTE
     if best is None or not problem.values:
@@ -193,7 +193,7 @@ def solve(
     program += model.bottleneck <= reached * (1 + _SLACK) / model.unit
     program.setObjective(model.received)
     finished, _ = run_program(program, gap, time_limit / 2)
-    return _read(problem, model) or best, bound, note if finished else LIMIT_NOTE
+    return _read_ilp(problem, model) or best, bound, note if finished else LIMIT_NOTE
 
 
 def decode(
@@ -203,9 +203,9 @@ def decode(
     assignment, bound, note = result
     if assignment is None:
         raise PartitionError("expected a placement of the units on the stages, found none within the solver's limits")
-    solution = _solution(problem, assignment, bound, note)
+    solution = _ilp_solution(problem, assignment, bound, note)
     if start is not None:
-        known = _solution(problem, tuple(start), bound, note)
+        known = _ilp_solution(problem, tuple(start), bound, note)
         worse = solution.bottleneck > known.bottleneck * (1 + _SLACK)
         if worse or (solution.bottleneck >= known.bottleneck and solution.received_bytes >= known.received_bytes):
             return known
@@ -220,13 +220,13 @@ def received_bytes(problem: PlacementProblem, assignment: Sequence[int]) -> int:
     )
 
 
-def _solution(problem: PlacementProblem, assignment: tuple[int, ...], bound: float, note: str) -> PlacementSolution:
+def _ilp_solution(problem: PlacementProblem, assignment: tuple[int, ...], bound: float, note: str) -> PlacementSolution:
     bottleneck = float(stage_costs(problem.units, problem.scale, problem.in_flight, assignment).max())
     proven = min(bottleneck, max(0.0, bound * (1 - _SLACK)))
     return PlacementSolution(assignment, bottleneck, proven, received_bytes(problem, assignment), note)
 
 
-def _cost(
+def _ilp_cost(
     problem: PlacementProblem,
     stage: int,
     runs: Sequence[Sequence[pulp.LpVariable]],
@@ -255,7 +255,7 @@ def _cost(
     return pulp.LpAffineExpression([*own, *shared])
 
 
-def _received(
+def _ilp_received(
     program: pulp.LpProblem, problem: PlacementProblem, runs: Sequence[Sequence[pulp.LpVariable]]
 ) -> pulp.LpAffineExpression:
     """Bytes received, as a share of all bytes that could cross once."""
@@ -265,7 +265,7 @@ def _received(
     terms = []
     for v, value in enumerate(problem.values):
         for s in range(len(problem.in_flight)):
-            crossing = _fraction(program, f"c_{v}_{s}")
+            crossing = _ilp_fraction(program, f"c_{v}_{s}")
             for consumer in value.consumers:
                 program += crossing >= runs[consumer][s] - runs[value.producer][s]
             terms.append((crossing, value.num_bytes / total))
@@ -297,7 +297,7 @@ def _cbc(**options: Any) -> pulp.LpSolver:
     return pulp.COIN_CMD(path=pulp.PULP_CBC_CMD.pulp_cbc_path, msg=False, **options)
 
 
-def _read(problem: PlacementProblem, model: PlacementModel) -> tuple[int, ...] | None:
+def _read_ilp(problem: PlacementProblem, model: PlacementModel) -> tuple[int, ...] | None:
     """The assignment that the variables spell, if they spell a valid one."""
     assignment = []
     for row in model.runs:
@@ -312,11 +312,11 @@ def _read(problem: PlacementProblem, model: PlacementModel) -> tuple[int, ...] |
     return tuple(assignment) if np.isfinite(costs).all() else None
 
 
-def _binary(program: pulp.LpProblem, name: str) -> pulp.LpVariable:
+def _ilp_binary(program: pulp.LpProblem, name: str) -> pulp.LpVariable:
     import pulp
 
     return program.add_variable(name, cat=pulp.LpBinary)
 
 
-def _fraction(program: pulp.LpProblem, name: str) -> pulp.LpVariable:
+def _ilp_fraction(program: pulp.LpProblem, name: str) -> pulp.LpVariable:
     return program.add_variable(name, lowBound=0, upBound=1)

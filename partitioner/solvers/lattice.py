@@ -125,7 +125,7 @@ def build_lattice(
     costs = own_costs(units, scale, max(1, sum(in_flight) // len(in_flight)))
     path = heaviest_path(dag, costs)
     order = list(nx.lexicographical_topological_sort(dag))
-    waits = _waits(dag, order, path)
+    waits = _lattice_waits(dag, order, path)
     heavy = costs > _HEAVY * float(costs.sum()) / len(in_flight)
     choices: list[list[int]] = []
     for wait, keeps_heavy in _WAITS:
@@ -166,7 +166,7 @@ def best_chain(lattice: Lattice, scale: Scale, in_flight: Sequence[int], low: fl
             low = middle
         middle = (low + high) / 2
     chain = chains.get(high)
-    return PrefixChain(min(low, high), high, None if chain is None else _stages(lattice, chain))
+    return PrefixChain(min(low, high), high, None if chain is None else _lattice_stages(lattice, chain))
 
 
 def _last_middle(low: float, high: float) -> float:
@@ -181,10 +181,10 @@ def _last_middle(low: float, high: float) -> float:
 def chain_stages(lattice: Lattice, scale: Scale, in_flight: Sequence[int], bound: float) -> tuple[int, ...] | None:
     """The stage of each unit of the lattice, no stage costing more than `bound`; None if that cannot be."""
     chain = _chain_within(lattice, scale, in_flight, bound)
-    return None if chain is None else _stages(lattice, chain)
+    return None if chain is None else _lattice_stages(lattice, chain)
 
 
-def _waits(dag: nx.DiGraph[int], order: Sequence[int], path: Sequence[int]) -> dict[int, float]:
+def _lattice_waits(dag: nx.DiGraph[int], order: Sequence[int], path: Sequence[int]) -> dict[int, float]:
     """How many units of the path run between what a unit depends on and what depends on it; 0 for the path itself."""
     place = {unit: i for i, unit in enumerate(path)}
     ready: dict[int, int] = {}
@@ -201,7 +201,10 @@ def _lattice(units: Units, dag: nx.DiGraph[int], order: list[int], kept: list[in
     if len(kept) >= most:
         return None
     bit = {unit: 1 << i for i, unit in enumerate(kept)}
-    before, after = _reached(dag.predecessors, order, bit), _reached(dag.successors, order[::-1], bit)
+    before, after = (
+        _reached_in_lattice(dag.predecessors, order, bit),
+        _reached_in_lattice(dag.successors, order[::-1], bit),
+    )
     ancestors, descendants = [before[u] for u in kept], [after[u] for u in kept]
     walked = prefixes(_order_among(ancestors, descendants, subset), most)
     if walked is None:
@@ -217,16 +220,16 @@ def _lattice(units: Units, dag: nx.DiGraph[int], order: list[int], kept: list[in
         subset,
         tuple(masks),
         to_words(masks, len(kept) // 64 + 1),
-        *_sums(subset, masks, added),
+        *_lattice_sums(subset, masks, added),
         np.asarray(covers, dtype=np.int64).reshape(-1, 2),
         tuple(sum(1 << user for user in item.users) for item in subset.shared),
         columns[:, left_out],
-        *_fluid(columns.T, fluid, masks, added, len(kept)),
+        *_lattice_fluid(columns.T, fluid, masks, added, len(kept)),
         len(kept) == len(units) and len(masks) <= _EXACT,
     )
 
 
-def _sums(units: Units, masks: list[int], added: list[tuple[int, int]]) -> tuple[IntArray, IntArray, IntArray]:
+def _lattice_sums(units: Units, masks: list[int], added: list[tuple[int, int]]) -> tuple[IntArray, IntArray, IntArray]:
     """Time, static bytes and activation bytes of each prefix."""
     items = [sum(1 << user for user in item.users) for item in units.shared]
     using = units.items_of()
@@ -243,7 +246,7 @@ def _sums(units: Units, masks: list[int], added: list[tuple[int, int]]) -> tuple
     return time_of, static_of, activation_of
 
 
-def _fluid(
+def _lattice_fluid(
     columns: IntArray,
     fluid: list[tuple[list[int], list[int], int, int, int]],
     masks: list[int],
@@ -298,7 +301,9 @@ def _order_among(ancestors: list[int], descendants: list[int], units: Units) -> 
     return [sorted({u for u in found if not any(closed[w] >> u & 1 for w in found)}) for found in direct]
 
 
-def _reached(neighbours: Callable[[int], Iterator[int]], order: list[int], bit: dict[int, int]) -> dict[int, int]:
+def _reached_in_lattice(
+    neighbours: Callable[[int], Iterator[int]], order: list[int], bit: dict[int, int]
+) -> dict[int, int]:
     """The units with a bit that are reached from each unit, itself left out."""
     found: dict[int, int] = {}
     for unit in order:
@@ -370,8 +375,8 @@ def _chain_within(lattice: Lattice, scale: Scale, in_flight: Sequence[int], boun
     for stage in range(num_stages):
         allowed = size - (num_stages - 1 - stage) if lattice.is_exact else size
         needed = (everything if stage == num_stages - 1 else due) * (1.0 - _ROUNDING) - 1e-15
-        rate = _rate(lattice, scale, in_flight, stage)
-        window = _windows(lattice, scale, stage, in_flight[stage], bound)
+        rate = _lattice_rate(lattice, scale, in_flight, stage)
+        window = _lattice_windows(lattice, scale, stage, in_flight[stage], bound)
         reached, parent = np.full(size, -np.inf), np.full(size, -1, dtype=np.int64)
         for prefix in frontier:
             rows = slice(prefix, min(window(prefix), allowed))
@@ -386,7 +391,7 @@ def _chain_within(lattice: Lattice, scale: Scale, in_flight: Sequence[int], boun
             better = (row <= bound) & (amount >= needed[targets]) & (amount > reached[targets])
             targets = targets[better]
             reached[targets], parent[targets] = amount[better], prefix
-        frontier, done = _frontier(lattice, reached), reached
+        frontier, done = _lattice_frontier(lattice, reached), reached
         came_from.append(parent)
     if came_from[-1][-1] < 0:
         return None
@@ -402,7 +407,7 @@ def _least_cost(amounts: IntArray, scale: Scale, in_flight: Sequence[int]) -> Fl
     return scale.cost(time, static + min(in_flight) * held, scale.fastest)
 
 
-def _rate(lattice: Lattice, scale: Scale, in_flight: Sequence[int], stage: int) -> float:
+def _lattice_rate(lattice: Lattice, scale: Scale, in_flight: Sequence[int], stage: int) -> float:
     """The least cost of fluid on this stage, relative to its overall least cost."""
     time, static, held = lattice.fluid
     least = _least_cost(lattice.fluid, scale, in_flight)
@@ -410,14 +415,14 @@ def _rate(lattice: Lattice, scale: Scale, in_flight: Sequence[int], stage: int) 
     return float((here[least > 0] / least[least > 0]).min(initial=math.inf)) if (least > 0).any() else 1.0
 
 
-def _windows(lattice: Lattice, scale: Scale, stage: int, in_flight: int, bound: float) -> Callable[[int], int]:
+def _lattice_windows(lattice: Lattice, scale: Scale, stage: int, in_flight: int, bound: float) -> Callable[[int], int]:
     """Where prefixes end that a stage may reach: beyond, all cost more than the bound."""
     sums = scale.cost(lattice.time, lattice.static + in_flight * lattice.activation, scale.speed(stage))
     least = np.minimum.accumulate(sums[::-1])[::-1]
     return lambda prefix: int(np.searchsorted(least, (sums[prefix] + bound) * (1.0 + _ROUNDING), side="right"))
 
 
-def _frontier(lattice: Lattice, done: FloatArray) -> list[int]:
+def _lattice_frontier(lattice: Lattice, done: FloatArray) -> list[int]:
     """The reached prefixes that none contains which has as much of the fluid done; all of them for an exact answer."""
     found = np.flatnonzero(done > -np.inf)
     if lattice.is_exact or not len(found):
@@ -434,7 +439,7 @@ def _frontier(lattice: Lattice, done: FloatArray) -> list[int]:
     return kept[::-1]
 
 
-def _stages(lattice: Lattice, chain: list[int]) -> tuple[int, ...]:
+def _lattice_stages(lattice: Lattice, chain: list[int]) -> tuple[int, ...]:
     stage_of = [0] * len(lattice.kept)
     before = 0
     for stage, prefix in enumerate(chain):
@@ -481,7 +486,7 @@ def place(
         stages = stages or chain_stages(lattice, scale, in_flight, bound)
         if stages is None:
             continue
-        found = _complete(units, dag, lattice, stages, scale, in_flight, bound)
+        found = _complete_from_lattice(units, dag, lattice, stages, scale, in_flight, bound)
         cost = float(stage_costs(units, scale, in_flight, found).max())
         if cost < (high if best is None else best.bottleneck) and len(set(found)) == len(in_flight):
             best = Placed(found, cost)
@@ -516,7 +521,7 @@ class _Load:
         return bool(self.scale.cost_on(self.stage, np.asarray([time]), np.asarray([memory]))[0] <= bound)
 
 
-def _complete(
+def _complete_from_lattice(
     units: Units,
     dag: nx.DiGraph[int],
     lattice: Lattice,

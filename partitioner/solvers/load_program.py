@@ -74,7 +74,10 @@ def build(problem: LoadProblem, unit: float) -> _Model:
     for d in devices:
         kind = problem.kind_of[d]
         program += bottleneck >= pulp.LpAffineExpression(
-            [*_own(problem, runs, d, unit), *_transfers(problem, program, runs, d, unit)]
+            [
+                *_own_in_load_program(problem, runs, d, unit),
+                *_transfers_in_load_program(problem, program, runs, d, unit),
+            ]
         )
         limit = problem.limits[kind]
         held = [(runs[u][d], int(problem.memory[kind, u]) / max(1, limit)) for u in units]
@@ -96,14 +99,14 @@ def decode(problem: LoadProblem, model: _Model) -> tuple[int, ...] | None:
     return tuple(found) if ordered and used and math.isfinite(problem.bottleneck(found)) else None
 
 
-def _own(
+def _own_in_load_program(
     problem: LoadProblem, runs: Sequence[Sequence[pulp.LpVariable]], d: int, unit: float
 ) -> list[tuple[pulp.LpVariable, float]]:
     costs = problem.costs[problem.kind_of[d]].tolist()
     return [(row[d], cost / unit) for row, cost in zip(runs, costs, strict=True) if math.isfinite(cost)]
 
 
-def _transfers(
+def _transfers_in_load_program(
     problem: LoadProblem, program: pulp.LpProblem, runs: Sequence[Sequence[pulp.LpVariable]], d: int, unit: float
 ) -> list[tuple[pulp.LpVariable, float]]:
     rate, terms = problem.rates[problem.kind_of[d]], []

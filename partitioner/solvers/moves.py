@@ -22,7 +22,7 @@ _WARM, _COLD = 0.3, 1e-4  # temperatures, in terms of the sum that is made small
 _TOO_MUCH = 10.0  # what it costs to hold as much again as the limit
 
 
-def improve(problem: LoadProblem, start: Sequence[int], row: Sequence[int] | None = None) -> tuple[int, ...]:
+def improve_by_moves(problem: LoadProblem, start: Sequence[int], row: Sequence[int] | None = None) -> tuple[int, ...]:
     """The best placement met, no worse than `start`. `row`: devices in an order that the problem's order of units keeps; None: any."""
     state = _State(problem, start, row)
     drawn = random.Random(0)

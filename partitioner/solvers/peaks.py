@@ -105,7 +105,7 @@ class _Away:
         """By interval end, from `start`: what a microbatch that is offloaded has less on the device, at least."""
         which = (self.first >= start) & (self.before < start)
         size = np.where(self.made >= start, self.num_bytes, self.received)
-        return _from(stop - start, self.last[which] - start, size[which])
+        return _peaks_from(stop - start, self.last[which] - start, size[which])
 
 
 class PeakRows:
@@ -135,8 +135,8 @@ class PeakRows:
         self.static, self.held = Intervals(static, _BYTES), Intervals(held, _BYTES)
         self.gathered = _state_intervals(graph, cost_model.gathered_bytes)
         self.apart = _state_intervals(graph, cost_model.apart_bytes)
-        self.averaging = _state_intervals(graph, lambda state: _averaging(state, cost_model))
-        self.scratch = _state_intervals(graph, _scratch(cost_model))
+        self.averaging = _state_intervals(graph, lambda state: _averaging_in_peaks(state, cost_model))
+        self.scratch = _state_intervals(graph, _scratch_in_peaks(cost_model))
         gradients = _of_one_user(graph, cost_model.gradient_bytes)
         apart = _of_one_user(graph, cost_model.apart_bytes)
         self.later = np.concatenate(([0], np.cumsum(apart)))
@@ -149,14 +149,14 @@ class PeakRows:
         live = lifetimes(graph, positions, roots, kept=until.kept)
         self.forward, self.backward = live.forward, working_bytes(until, live) - until.forward
         self.adding = self.backward + np.maximum(0, live.parameters - apart)
-        self.values = _values(graph, set(recomputable))
+        self.values = _values_in_peaks(graph, set(recomputable))
         specs = [spec for i in roots if (spec := graph.trace.nodes[i].spec) is not None]
         self.root_bytes = sum(spec.num_bytes for spec in specs)
         placeholders = {n.storage for n in graph.trace.nodes if n.kind is NodeKind.PLACEHOLDER}
         self.input_bytes = sum(graph.trace.storages[storage] for storage in sorted(placeholders))
         self.input_savers, self.saved_inputs = _saved_inputs(graph, placeholders)
         self.copied = state_items(graph, cost_model.copy_bytes)
-        self.copies = _copies(self.copied, self.num_units, len(in_flight))
+        self.copies = _copies_in_peaks(self.copied, self.num_units, len(in_flight))
         self.lower_units = _at_least(units, gradients)
         self.activation_bytes = units.totals()[2]
         self._check_sums()
@@ -177,7 +177,7 @@ class PeakRows:
         other.resident = other.away = None  # it is not known what such a schedule offloads
         other.in_flight = tuple(in_flight)
         other.num_microbatches = max(self.num_microbatches, *in_flight)
-        other.copies = _copies(self.copied, self.num_units, len(in_flight))
+        other.copies = _copies_in_peaks(self.copied, self.num_units, len(in_flight))
         other._check_sums()
         return other
 
@@ -240,7 +240,7 @@ class PeakRows:
         )
         peak = static + step_peak(terms, self.cost_model, k, m) + crossing + sent
         if start == 0:
-            saved = _from(stop, self.input_savers, self.saved_inputs)
+            saved = _peaks_from(stop, self.input_savers, self.saved_inputs)
             peak = peak + m * self.input_bytes - k * saved
         if self.cost_model.holds_sent and self.num_units > stop - start:
             peak = peak + self.copies.memory(start, stop)
@@ -265,27 +265,29 @@ class PeakRows:
         read = values.after(received, start, values.read, end)
         saved = np.minimum(values.after(received, start, values.saved, end), end)
         buffers = received_ahead(m, k) * values.num_bytes[received] + own * values.gradient[received]
-        crossing = _from(length, read - start, buffers)
+        crossing = _peaks_from(length, read - start, buffers)
         gradient = values.gradient[received]
-        leaf = _from(length, read - start, gradient) - _from(length, np.maximum(read, saved) - start, gradient)
-        unsaved = gradient.sum() - _from(length, saved - start, gradient)
-        skipped = gradient.sum() - _from(length, read - start, gradient)
+        leaf = _peaks_from(length, read - start, gradient) - _peaks_from(
+            length, np.maximum(read, saved) - start, gradient
+        )
+        unsaved = gradient.sum() - _peaks_from(length, saved - start, gradient)
+        skipped = gradient.sum() - _peaks_from(length, read - start, gradient)
         back = min(m, RECEIVE_WINDOW + 1)
         made = np.flatnonzero((values.made >= start) & (values.made < stop) & (values.gradient > 0))
         sends = np.concatenate((made, received))
         since = np.concatenate((values.made[made], read))
         size, until = values.gradient[sends], values.last[sends]
-        sent = _between(length, since - start, until - start, back * size)
+        sent = _peaks_between(length, since - start, until - start, back * size)
         kept = np.zeros(length, dtype=np.int64)
         if self.cost_model.holds_sent:
             saver = values.after(made, start, values.saved, end)
-            kept = _between(
+            kept = _peaks_between(
                 length,
                 values.made[made] - start,
                 np.minimum(values.last[made], saver) - start,
                 values.gradient[made],
             )
-        returned = _from(length, read - start, values.num_bytes[received] + gradient)
+        returned = _peaks_from(length, read - start, values.num_bytes[received] + gradient)
         return crossing, leaf, unsaved, skipped, sent, kept, returned
 
 
@@ -293,7 +295,7 @@ def _state_storages(graph: Graph) -> frozenset[int]:
     return frozenset(state.storage for state in graph.trace.state)
 
 
-def _from(length: int, index: IntArray, amount: IntArray) -> IntArray:
+def _peaks_from(length: int, index: IntArray, amount: IntArray) -> IntArray:
     """By interval end j = index + 1, ...: the sum of the amounts whose node lies inside."""
     change = np.zeros(length + 1, dtype=np.int64)
     np.add.at(change, np.clip(index, 0, length), amount)
@@ -301,9 +303,9 @@ def _from(length: int, index: IntArray, amount: IntArray) -> IntArray:
     return sums
 
 
-def _between(length: int, first: IntArray, last: IntArray, amount: IntArray) -> IntArray:
+def _peaks_between(length: int, first: IntArray, last: IntArray, amount: IntArray) -> IntArray:
     """By interval end: the sum of the amounts made inside (at `first`) and wanted outside (up to `last`)."""
-    return _from(length, first, amount) - _from(length, np.maximum(first, last), amount)
+    return _peaks_from(length, first, amount) - _peaks_from(length, np.maximum(first, last), amount)
 
 
 def _static_only(units: Units) -> tuple[SharedItem, ...]:
@@ -335,13 +337,13 @@ def _state_intervals(graph: Graph, num_bytes: Callable[[StateSpec], int]) -> Int
     return Intervals(Units(none, tuple(own), none, tuple(shared)), _BYTES)
 
 
-def _averaging(state: StateSpec, cost_model: CostModel) -> int:
+def _averaging_in_peaks(state: StateSpec, cost_model: CostModel) -> int:
     """Bytes that a parameter takes while its gradient is averaged, beyond those that it has in a step, at most."""
     in_step = cost_model.gathered_bytes(state) + cost_model.gradient_bytes(state)
     return max(0, cost_model.averaging_bytes(state) - in_step)
 
 
-def _scratch(cost_model: CostModel) -> Callable[[StateSpec], int]:
+def _scratch_in_peaks(cost_model: CostModel) -> Callable[[StateSpec], int]:
     """Bytes that the optimizer makes and drops for a parameter."""
 
     def of(state: StateSpec) -> int:
@@ -362,7 +364,7 @@ def _saved_inputs(graph: Graph, storages: set[int]) -> tuple[IntArray, IntArray]
     return np.asarray(list(first.values()), dtype=np.int64), np.asarray(sizes, dtype=np.int64)
 
 
-def _copies(state: Sequence[tuple[tuple[int, ...], int]], num_units: int, num_stages: int) -> Intervals:
+def _copies_in_peaks(state: Sequence[tuple[tuple[int, ...], int]], num_units: int, num_stages: int) -> Intervals:
     """Of the buffers in which other stages' gradients of shared parameters arrive; `state`: users of each, and bytes of one buffer."""
     none = (0,) * num_units
     shared = [
@@ -377,7 +379,7 @@ def _at_least(units: Units, gradients: IntArray) -> Units:
     return Units((0,) * len(units), static, units.activation_bytes, _activations_only(units))
 
 
-def _values(graph: Graph, recomputable: set[int]) -> _Values:
+def _values_in_peaks(graph: Graph, recomputable: set[int]) -> _Values:
     nodes, end = graph.trace.nodes, graph.num_compute
     savers: dict[int, list[int]] = {}
     for rank, position in enumerate(graph.compute.tolist()):

@@ -73,26 +73,26 @@ class Staged:
 def solve_stages(problem: LoadProblem, gap: float) -> Staged:
     """The best placement in stages; proven within `gap` unless the graph has too many prefixes, which the note says."""
     bound = simple_bound(problem)
-    if len(_states(problem)[0]) > _MAX_STATES:
+    if len(_staged_states(problem)[0]) > _MAX_STATES:
         found = solve_stages(replace(problem, in_row=True), gap)
         return replace(
             found, lower_bound=min(bound, found.bottleneck), note="too many kinds of devices to try every order of them"
         )
     best = Staged(None, math.inf, bound)
-    for order in _orders(problem):
-        few = _widest(problem, order, _FEW_PREFIXES, _FEW_PREFIXES)[0]
+    for order in _staged_orders(problem):
+        few = _widest_prefixes(problem, order, _FEW_PREFIXES, _FEW_PREFIXES)[0]
         for tried in (_Prefixes.of(problem, order, 1, _SOME_PREFIXES), few):
             if tried is not None and best.bottleneck > bound * (1.0 + gap):
-                best = _better(best, _search(tried, best.bottleneck, _MAX_PAIRS))
-    most = min(_MAX_PREFIXES, _MAX_CELLS // len(_states(problem)[0]), _MAX_USES // max(1, len(problem.values)))
-    lattice, is_whole = _widest(problem, list(_orders(problem))[-1], most, min(most, _SOME_PREFIXES))
+                best = _better(best, _search_stages(tried, best.bottleneck, _MAX_PAIRS))
+    most = min(_MAX_PREFIXES, _MAX_CELLS // len(_staged_states(problem)[0]), _MAX_USES // max(1, len(problem.values)))
+    lattice, is_whole = _widest_prefixes(problem, list(_staged_orders(problem))[-1], most, min(most, _SOME_PREFIXES))
     if lattice is None:
         return replace(best, lower_bound=bound, note="the graph is too large to search all placements")
     budget, proven, note = _MAX_PAIRS, bound, "" if is_whole else "the graph has too many placements to search them all"
-    for limit in _limits(bound, best.bottleneck):
+    for limit in _staged_limits(bound, best.bottleneck):
         if best.bottleneck <= proven * (1.0 + gap):
             break
-        below = _search(lattice, limit, budget)
+        below = _search_stages(lattice, limit, budget)
         budget -= lattice.pairs
         if below is None:
             note = "the search for placements stopped at its limit: best one found"
@@ -105,7 +105,7 @@ def solve_stages(problem: LoadProblem, gap: float) -> Staged:
     return replace(best, lower_bound=min(best.bottleneck, proven if is_whole else bound), note=note)
 
 
-def _limits(bound: float, known: float) -> list[float]:
+def _staged_limits(bound: float, known: float) -> list[float]:
     """Loads to search below, the largest last: a known placement's, or infinity."""
     if math.isinf(known):
         return [*(bound * factor for factor in _FACTORS if bound > 0), known]
@@ -116,7 +116,7 @@ def _better(best: Staged, other: Staged | None) -> Staged:
     return best if other is None or other.bottleneck >= best.bottleneck else other
 
 
-def _orders(problem: LoadProblem) -> Iterator[list[int]]:
+def _staged_orders(problem: LoadProblem) -> Iterator[list[int]]:
     """Orders of all units that keep the problem's: breadth first, and what was begun first finished first."""
     yield list(nx.lexicographical_topological_sort(problem.order))
     waiting = {unit: problem.order.in_degree(unit) for unit in problem.order}
@@ -132,7 +132,7 @@ def _orders(problem: LoadProblem) -> Iterator[list[int]]:
     yield found
 
 
-def _widest(problem: LoadProblem, order: Sequence[int], most: int, some: int) -> tuple[_Prefixes | None, bool]:
+def _widest_prefixes(problem: LoadProblem, order: Sequence[int], most: int, some: int) -> tuple[_Prefixes | None, bool]:
     """All prefixes, if they are no more than `most`, else those within the widest window that makes no more than `some`; and whether
     they are all."""
     for window in _WINDOWS:
@@ -179,9 +179,9 @@ class _Prefixes:
         columns = np.concatenate(
             [np.where(can, problem.costs, 0.0), ~can, np.where(np.isfinite(least), least, 0.0)[None]]
         )
-        sums = _sums(columns, added)
+        sums = _stage_sums(columns, added)
         kinds = len(problem.limits)
-        users, made = _uses(problem, added)
+        users, made = _uses_of_prefixes(problem, added)
         num_users = np.asarray([len(value.consumers) for value in problem.values], dtype=np.int64)
         num_bytes = np.asarray([value.num_bytes for value in problem.values], dtype=np.float64)
         sends = made & (users < num_users[:, None]) if len(num_users) else made
@@ -189,7 +189,7 @@ class _Prefixes:
         words = to_words(masks, problem.num_units // 64 + 1)
         return cls(
             problem, masks, np.ascontiguousarray(words.T), sums[:kinds], _least_from(sums[:kinds]),
-            sums[kinds : 2 * kinds].astype(np.int64), _sums(problem.memory, added), sums[-1], users, made, num_users, num_bytes, base,
+            sums[kinds : 2 * kinds].astype(np.int64), _stage_sums(problem.memory, added), sums[-1], users, made, num_users, num_bytes, base,
         )  # fmt: skip
 
     def devices_needed(self, limit: float) -> IntArray:
@@ -253,7 +253,7 @@ def _least_from(costs: FloatArray) -> FloatArray:
     return np.ascontiguousarray(found)
 
 
-def _sums(columns: NDArray[T], added: Sequence[tuple[int, int]]) -> NDArray[T]:
+def _stage_sums(columns: NDArray[T], added: Sequence[tuple[int, int]]) -> NDArray[T]:
     """Sums of rows over the units of each prefix, [rows, prefixes]."""
     found = np.zeros((len(added) + 1, len(columns)), dtype=columns.dtype)
     by_unit = np.ascontiguousarray(columns.T)
@@ -262,19 +262,21 @@ def _sums(columns: NDArray[T], added: Sequence[tuple[int, int]]) -> NDArray[T]:
     return np.ascontiguousarray(found.T)
 
 
-def _uses(problem: LoadProblem, added: Sequence[tuple[int, int]]) -> tuple[NDArray[np.int16], NDArray[np.bool_]]:
+def _uses_of_prefixes(
+    problem: LoadProblem, added: Sequence[tuple[int, int]]
+) -> tuple[NDArray[np.int16], NDArray[np.bool_]]:
     """For each value and prefix: how many of the value's consumers are in the prefix, and whether its producer is."""
     columns = np.zeros((2, len(problem.values), problem.num_units), dtype=np.int16)
     for v, value in enumerate(problem.values):
         columns[0, v, list(value.consumers)] = 1
         columns[1, v, value.producer] = 1
-    return _sums(columns[0], added), _sums(columns[1], added) > 0
+    return _stage_sums(columns[0], added), _stage_sums(columns[1], added) > 0
 
 
-def _search(lattice: _Prefixes, limit: float, budget: int) -> Staged | None:
+def _search_stages(lattice: _Prefixes, limit: float, budget: int) -> Staged | None:
     """The best placement with no load above `limit`; without devices if there is none; None if it takes more pairs than `budget`."""
     problem, size = lattice.problem, len(lattice.masks)
-    states, following = _states(problem)
+    states, following = _staged_states(problem)
     lattice.pairs = 0
     reached = np.full((len(states), size), np.inf)
     parent = np.full((len(states), size), -1, dtype=np.int32)
@@ -287,7 +289,7 @@ def _search(lattice: _Prefixes, limit: float, budget: int) -> Staged | None:
         if not (own <= limit).any():
             continue
         if problem.in_row and problem.may_idle:
-            _skip(own, parent[:, start], cause[:, start], start)
+            _skip_devices(own, parent[:, start], cause[:, start], start)
         active = [
             state
             for state, used in enumerate(states)
@@ -312,21 +314,21 @@ def _search(lattice: _Prefixes, limit: float, budget: int) -> Staged | None:
     last = min(ends, key=lambda state: (reached[state, -1], state))
     if math.isinf(reached[last, -1]):
         return Staged(None, math.inf, limit)
-    return _read(lattice, states, parent, cause, last)
+    return _read_stages(lattice, states, parent, cause, last)
 
 
 def _is_less(a: tuple[int, ...], b: tuple[int, ...]) -> bool:
     return a != b and all(x <= y for x, y in zip(a, b, strict=True))
 
 
-def _skip(own: FloatArray, parent: NDArray[np.int32], cause: NDArray[np.int16], start: int) -> None:
+def _skip_devices(own: FloatArray, parent: NDArray[np.int32], cause: NDArray[np.int16], start: int) -> None:
     """Devices of the row that stay without a stage."""
     for state in range(1, len(own)):
         if own[state - 1] < own[state]:
             own[state], parent[state], cause[state] = own[state - 1], start, state - 1
 
 
-def _states(problem: LoadProblem) -> tuple[list[tuple[int, ...]], list[list[tuple[int, int]]]]:
+def _staged_states(problem: LoadProblem) -> tuple[list[tuple[int, ...]], list[list[tuple[int, int]]]]:
     """Devices used so far, by kind or (in a row) in all, and of each state the (kind, next state) that may follow."""
     if problem.in_row:
         number = problem.num_devices
@@ -342,10 +344,10 @@ def _states(problem: LoadProblem) -> tuple[list[tuple[int, ...]], list[list[tupl
     return states, following
 
 
-def _read(
+def _read_stages(
     lattice: _Prefixes, states: list[tuple[int, ...]], parent: NDArray[np.int32], cause: NDArray[np.int16], last: int
 ) -> Staged:
-    """The placement that the tables of `_search` spell."""
+    """The placement that the tables of `_search_stages` spell."""
     problem = lattice.problem
     free = [[d for d, k in enumerate(problem.kind_of) if k == kind] for kind in range(len(problem.limits))]
     device_of, row = [-1] * problem.num_units, []

@@ -30,13 +30,13 @@ from torch.distributed.device_mesh import DeviceMesh
 from smpc.codegen.rewrite.expert_parallel import PARTS
 from smpc.errors import ConfigError, ConfigUnsupportedError
 from smpc.executor.collectives import TensorGroup, sum_over
-from smpc.executor.replicas.apart import Apart
+from smpc.executor.replicas.apart import ExpertsApart
 from smpc.experts.confirm import Confirmed, confirm
 from smpc.experts.dispatch import WAYS
 from smpc.experts.listed import spread_out
 from smpc.experts.stacked import Options, cut
 from smpc.experts.structure import Found, Listed, Stacked, find_experts, register_experts, shared_and_trained
-from smpc.experts.whole import Holdings
+from smpc.experts.whole import ExpertHoldings
 
 _ROUTERS = ("none", "balanced")
 _GRADIENTS = ("mean", "sum")
@@ -53,7 +53,7 @@ class ExpertParallelModule(nn.Module):
         self,
         model: nn.Module,
         group: TensorGroup,
-        holdings: Holdings,
+        holdings: ExpertHoldings,
         experts: Mapping[str, int],
         left_whole: Mapping[str, str],
     ) -> None:
@@ -77,7 +77,7 @@ class ExpertParallelModule(nn.Module):
         own = self._holdings.own()
         return ((name, parameter) for name, parameter in self.model.named_parameters() if name in own)
 
-    def apart(self, mesh: DeviceMesh, group: dist.ProcessGroup) -> Apart:
+    def apart(self, mesh: DeviceMesh, group: dist.ProcessGroup) -> ExpertsApart:
         """This rank's experts for `StageShards(stages, replicas, ..., apart=...)`: sharded over the ranks that hold the same experts.
 
         `mesh` has these ranks, as (shard) or (replica, shard), and `group` all of them. ConfigUnsupportedError for experts that are modules
@@ -92,7 +92,7 @@ class ExpertParallelModule(nn.Module):
                 f"fully_shard: expected experts that are one module, found {left[0]} and {len(left) - 1} more parameters of experts that "
                 "are modules of their own; leave these whole (`experts=`)"
             )
-        return Apart(modules, own, mesh, group)
+        return ExpertsApart(modules, own, mesh, group)
 
     def average_gradients(self) -> None:
         """Averages the gradients outside the experts over the group, in place. All ranks must call it, after backward.
@@ -150,9 +150,9 @@ def shard(
     """
     group = group if isinstance(group, TensorGroup) else TensorGroup.of(group)
     options = _expert_options(group, dispatch, capacity_factor, router, gradients)
-    confirmed, left_whole = _confirmed(model, group, experts, router)
+    confirmed, left_whole = _confirmed_for_expert_parallel(model, group, experts, router)
     found: list[Found] = [one.experts if isinstance(one, Confirmed) else one for one in confirmed]
-    holdings = Holdings.of(model, found if group.size > 1 else [], group)
+    holdings = ExpertHoldings.of(model, found if group.size > 1 else [], group)
     for one in confirmed if group.size > 1 else []:
         if isinstance(one, Confirmed):
             cut(one, group, options)
@@ -182,14 +182,16 @@ def _expert_options(
     return Options(dispatch, capacity_factor, scale, router)
 
 
-def _confirmed(
+def _confirmed_for_expert_parallel(
     model: nn.Module, group: TensorGroup, patterns: Sequence[str] | None, router: str
 ) -> tuple[list[Confirmed | Listed], dict[str, str]]:
     """The experts to cut, and why others stay whole."""
     cuttable: list[Confirmed | Listed] = []
     whole: dict[str, str] = {}
     for one in find_experts(model, patterns):
-        outcome = _unsuited(one, group, router) or (confirm(one) if isinstance(one, Stacked) else one)
+        outcome = _unsuited_for_expert_parallel(one, group, router) or (
+            confirm(one) if isinstance(one, Stacked) else one
+        )
         if isinstance(outcome, str):
             whole[one.name] = outcome
         else:
@@ -203,7 +205,7 @@ def _confirmed(
     return cuttable, whole
 
 
-def _unsuited(found: Found, group: TensorGroup, router: str) -> str | None:
+def _unsuited_for_expert_parallel(found: Found, group: TensorGroup, router: str) -> str | None:
     """Why experts cannot be cut, independent of what they compute."""
     if found.num_experts < group.size:
         return f"{found.num_experts} experts are fewer than {group.size} ranks"

@@ -67,7 +67,7 @@ class RankModels:
         ]  # keeps alive other objects whose ids are in the memos
         self._is_alone = num_ranks == 1
         if not self._is_alone:
-            self._share(value for module in model.modules() for value in _held(module))
+            self._share(value for module in model.modules() for value in _held_by_rank_model(module))
         self.add(plan)
         self.of_rank = [model] if self._is_alone else [self._copy(rank) for rank in range(num_ranks)]
         self._attributes: dict[int, dict[str, Any]] = {}  # of the user's modules, by id, as last seen
@@ -179,7 +179,7 @@ class RankModels:
                 memo.update({id(inner): inner for inner in module.modules()})
         memo.update({id(value): value for value in self._used_alone(rank)})
         copied = copied_model(self._model, memo)
-        self._memos.append(memo | _pairs(self._model, copied))
+        self._memos.append(memo | _pairs_of_rank_models(self._model, copied))
         return copied
 
     def _used_alone(self, rank: int) -> Iterator[Tensor]:
@@ -220,9 +220,10 @@ class RankModels:
             for key, value in self._attributes[id(module)].items()
             if not is_atom(value) and id(value) not in self._shared
         }
-        self._hooks = {id(module): _hooks(module) for module in modules}
+        self._hooks = {id(module): _hooks_of_rank_model(module) for module in modules}
         self._buffers = {
-            id(module): {k: _seen(v) for k, v in module._buffers.items() if v is not None} for module in modules
+            id(module): {k: _seen_in_rank_model(v) for k, v in module._buffers.items() if v is not None}
+            for module in modules
         }
         self._seen_modules = modules  # while they live, no other object has their ids
 
@@ -255,7 +256,10 @@ class RankModels:
         """Drops shared values that the model no longer references, if weak references could reveal that they are kept alive."""
         if not any(map(weakref.getweakrefcount, self._shared.values())):
             return
-        held = {id(value) for value in shareable(value for module in self._model.modules() for value in _held(module))}
+        held = {
+            id(value)
+            for value in shareable(value for module in self._model.modules() for value in _held_by_rank_model(module))
+        }
         for key in self._shared.keys() - held:
             for memo in (self._shared, *self._memos):
                 memo.pop(key, None)
@@ -273,7 +277,7 @@ class RankModels:
             for name, child in theirs._modules.items():
                 if child is not None and id(child) not in memo:
                     copied = _copy_if_possible(child, copies)
-                    memo.update(_pairs(child, copied))
+                    memo.update(_pairs_of_rank_models(child, copied))
                     self._kept.append(child)
                 wanted[name] = None if child is None else memo[id(child)]
             if list(map(id, wanted.values())) != list(map(id, ours._modules.values())) or [*wanted] != [*ours._modules]:
@@ -305,7 +309,7 @@ class RankModels:
             if ours is theirs:
                 continue
             known = self._hooks.get(id(theirs), {})
-            for key, ids in _hooks(theirs).items():
+            for key, ids in _hooks_of_rank_model(theirs).items():
                 if ids != known.get(key):
                     vars(ours)[key].clear()  # the dict itself is the copy's already
                     vars(ours)[key].update(
@@ -321,8 +325,8 @@ class RankModels:
         for ours, key, value, seen in places:
             if seen is None or seen[0] != id(value):
                 ours[key] = copies.setdefault(id(value), value.detach().clone())
-            elif seen != _seen(value):
-                ours[key] = copies[id(value)] = _updated(copies[id(value)], value)
+            elif seen != _seen_in_rank_model(value):
+                ours[key] = copies[id(value)] = _updated_in_rank_model(copies[id(value)], value)
 
     def _buffer_places(self, rank: int, own: nn.Module) -> Iterator[tuple[dict[str, Any], str, Tensor, _Seen | None]]:
         """For tensors that the rank has a copy of: this rank's tables, the names in them, the user's tensors and their earlier values."""
@@ -345,7 +349,7 @@ class RankModels:
             if value is None or value is parameter or rank not in self._holders.get(name, (rank,)):
                 continue
             parameter.requires_grad_(value.requires_grad)
-            parameter.data = _updated(parameter.data, value.data)
+            parameter.data = _updated_in_rank_model(parameter.data, value.data)
 
 
 _MISSING = object()
@@ -359,7 +363,7 @@ def own_parameter(parameter: nn.Parameter, value: Tensor | None = None) -> nn.Pa
     return own
 
 
-def _updated(own: Tensor | None, value: Tensor) -> Tensor:
+def _updated_in_rank_model(own: Tensor | None, value: Tensor) -> Tensor:
     """The rank's tensor, filled with that value; a new tensor if shape or dtype differ."""
     if own is None or (own.shape, own.dtype, own.device) != (value.shape, value.dtype, value.device):
         return value.detach().clone()
@@ -367,7 +371,7 @@ def _updated(own: Tensor | None, value: Tensor) -> Tensor:
         return own.copy_(value)
 
 
-def _seen(tensor: Tensor) -> _Seen:
+def _seen_in_rank_model(tensor: Tensor) -> _Seen:
     return id(tensor), -1 if tensor.is_inference() else tensor._version
 
 
@@ -380,18 +384,18 @@ def _is_hooks(key: str) -> bool:
     return key.startswith("_") and "_hooks" in key
 
 
-def _hooks(module: nn.Module) -> dict[str, tuple[int, ...]]:
+def _hooks_of_rank_model(module: nn.Module) -> dict[str, tuple[int, ...]]:
     """Which hooks a module has, by kind."""
     return {k: tuple(v) for k, v in vars(module).items() if _is_hooks(k) and isinstance(v, Mapping)}
 
 
-def _held(module: nn.Module) -> Iterator[Any]:
+def _held_by_rank_model(module: nn.Module) -> Iterator[Any]:
     """The objects that a module's plain attributes and hooks reference."""
-    hooks = (hook for key in _hooks(module) for hook in vars(module)[key].values())
+    hooks = (hook for key in _hooks_of_rank_model(module) for hook in vars(module)[key].values())
     return reached((*plain_attributes(module).values(), *hooks))
 
 
-def _pairs(theirs: nn.Module, ours: nn.Module) -> dict[int, Any]:
+def _pairs_of_rank_models(theirs: nn.Module, ours: nn.Module) -> dict[int, Any]:
     """By id, the copy of each module."""
     return {id(a): b for a, b in zip(theirs.modules(), ours.modules(), strict=True)}
 
@@ -399,13 +403,15 @@ def _pairs(theirs: nn.Module, ours: nn.Module) -> dict[int, Any]:
 def _attribute_tensors(model: nn.Module) -> Iterator[Tensor]:
     """Tensors that modules hold as plain attributes."""
     for module in model.modules():
-        yield from (item for item in _held(module) if isinstance(item, Tensor) and item.layout is torch.strided)
+        yield from (
+            item for item in _held_by_rank_model(module) if isinstance(item, Tensor) and item.layout is torch.strided
+        )
 
 
 def _attribute_modules(model: nn.Module) -> Iterator[nn.Module]:
     """Modules that modules hold as plain attributes."""
     for module in model.modules():
-        yield from (item for item in _held(module) if isinstance(item, nn.Module))
+        yield from (item for item in _held_by_rank_model(module) if isinstance(item, nn.Module))
 
 
 def copied_model(model: nn.Module, memo: dict[int, Any]) -> nn.Module:
@@ -421,7 +427,10 @@ def copied_model(model: nn.Module, memo: dict[int, Any]) -> nn.Module:
         return copy.deepcopy(model, dict(memo))
     except Exception:  # a class's own __deepcopy__ may raise anything
         for module in model.modules():
-            for value in (*plain_attributes(module).values(), *(vars(module)[key] for key in _hooks(module))):
+            for value in (
+                *plain_attributes(module).values(),
+                *(vars(module)[key] for key in _hooks_of_rank_model(module)),
+            ):
                 if _copy_if_possible(value, dict(memo)) is value:
                     memo[id(value)] = value
         return copy.deepcopy(model, dict(memo))

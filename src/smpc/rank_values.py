@@ -33,7 +33,7 @@ def parts(value: Any) -> list[Any]:
     if isinstance(value, (*_ATOMS, nn.Module)):
         return []
     if isinstance(value, Tensor):
-        return _attributes(value)
+        return _attributes_of_value(value)
     if isinstance(value, MethodType):
         return [value.__self__]
     if isinstance(value, functools.partial):
@@ -43,7 +43,7 @@ def parts(value: Any) -> list[Any]:
         found += [*dict.keys(value), *dict.values(value)]
     elif isinstance(value, (list, tuple, set, frozenset, deque)):
         found += value
-    found += _attributes(value)
+    found += _attributes_of_value(value)
     for cls in type(value).__mro__:
         slots = vars(cls).get("__slots__", ())
         for name in (slots,) if isinstance(slots, str) else slots:
@@ -52,7 +52,7 @@ def parts(value: Any) -> list[Any]:
     return found
 
 
-def _attributes(value: Any) -> list[Any]:
+def _attributes_of_value(value: Any) -> list[Any]:
     """The names and values of an object's own attributes."""
     own = getattr(value, "__dict__", {})
     return [*own.keys(), *own.values()]
@@ -107,17 +107,17 @@ class Print:
     """The objects that a value referenced, and the version of each tensor."""
 
     def __init__(self, value: Any) -> None:
-        self._content = [(item, _writes(item)) for item in reached((value,))]
+        self._content = [(item, _writes_of_value(item)) for item in reached((value,))]
 
     def is_of(self, value: Any) -> bool:
         """Whether the value references the same objects and versions now."""
-        now = [(item, _writes(item)) for item in reached((value,))]
+        now = [(item, _writes_of_value(item)) for item in reached((value,))]
         return len(now) == len(self._content) and all(
             a is b and before == after for (a, before), (b, after) in zip(now, self._content, strict=True)
         )
 
 
-def _writes(value: Any) -> tuple[int, int] | None:
+def _writes_of_value(value: Any) -> tuple[int, int] | None:
     if not isinstance(value, Tensor) or value.layout is not torch.strided:
         return None
     return value.data_ptr(), -1 if value.is_inference() else value._version

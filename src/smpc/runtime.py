@@ -108,9 +108,9 @@ class RankPrograms:
         self.stages = {code.index: build_stage(code, model, device) for code in program.stages}
         self._refreshed = [stage for stage in self.stages.values() if stage.holds_tensors]
         _apply_torch_compile(self.stages, program, model)
-        labels = _labels(compilation.trace)
+        labels = _labels_in_runtime_errors(compilation.trace)
         made = hooks(self.stages)  # may replace the model's parameters
-        trains = _summing(made, self.stages, compilation, model)
+        trains = _summing_in_runtime(made, self.stages, compilation, model)
         parameters = shared_parameters(model, program)
         shards = _shards_of(made)
         modules = self.stages if shards is None else shards.modules(self.stages)
@@ -243,10 +243,10 @@ class Runtime:
         inputs = None if microbatches is None else programs.placeholders(microbatches)
         output = None if on_output is None else restored(programs.trace, on_output, self.device)
         observer = self._observer
-        with observer.step(() if observer.is_idle else _tensors(inputs)) as watch:
+        with observer.step(() if observer.is_idle else _tensors_to_runtime(inputs)) as watch:
             if watch.is_wanted:
                 watch.program = program
-                with _watching(interpreter, watch, programs, training):
+                with _watching_runtime(interpreter, watch, programs, training):
                     interpreter.run(inputs, _noting_loss(output, watch))
             else:
                 interpreter.run(inputs, output)
@@ -364,7 +364,7 @@ class LoopbackRuntime:
             for rank, observer in enumerate(self._observers):
                 watch = stack.enter_context(observer.step())
                 watch.program = program
-                stack.enter_context(_watching(interpreters[rank], watch, ranks[rank], training))
+                stack.enter_context(_watching_runtime(interpreters[rank], watch, ranks[rank], training))
             run_loopback(interpreters, inputs, output)
         self._models.end_step()
 
@@ -392,7 +392,7 @@ class LoopbackRuntime:
 
 
 @contextlib.contextmanager
-def _watching(interpreter: Interpreter, watch: Watch, programs: RankPrograms, training: bool) -> Iterator[None]:
+def _watching_runtime(interpreter: Interpreter, watch: Watch, programs: RankPrograms, training: bool) -> Iterator[None]:
     """Records the spans of one step, and its kind."""
     watch.training = training
     watch.samples, watch.tokens = programs.batch
@@ -434,7 +434,7 @@ def _apply_torch_compile(stages: Mapping[int, StageModule], program: RankProgram
         warnings.warn(text, stacklevel=2)
 
 
-def _tensors(inputs: Sequence[Mapping[str, Tensor]] | None) -> Iterator[Tensor]:
+def _tensors_to_runtime(inputs: Sequence[Mapping[str, Tensor]] | None) -> Iterator[Tensor]:
     for values in inputs or ():
         yield from values.values()
 
@@ -503,7 +503,7 @@ def _input_reader(trace: Trace) -> Callable[[Sequence[Any], Mapping[str, Any]], 
     return read
 
 
-def _labels(trace: Trace) -> dict[str, str]:
+def _labels_in_runtime_errors(trace: Trace) -> dict[str, str]:
     """A value's name in error messages: its own name, and the innermost module that makes it."""
     makers = {trace.nodes[i].name: call.fqn for call in trace.calls for i in range(call.first, call.last)}
     return {name: f"{name} of module {fqn}" for name, fqn in makers.items() if fqn}
@@ -535,7 +535,7 @@ def restored(
     return call
 
 
-def _summing(
+def _summing_in_runtime(
     hooks: StepHooks | None, stages: Mapping[int, StageModule], compilation: Compilation, model: nn.Module
 ) -> StepHooks | None:
     """The hooks, with gradients that are summands on the ranks of a sequence summed over these ranks."""

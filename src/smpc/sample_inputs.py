@@ -29,14 +29,14 @@ def as_inputs(sample_inputs: Any) -> Inputs:
     if isinstance(sample_inputs, torch.Tensor):
         return (sample_inputs,), {}
     if isinstance(sample_inputs, Mapping):
-        return (), _named(sample_inputs)
+        return (), _named_sample_inputs(sample_inputs)
     if isinstance(sample_inputs, (tuple, list)):
         if (
             len(sample_inputs) == 2
             and isinstance(sample_inputs[0], (tuple, list))
             and isinstance(sample_inputs[1], dict)
         ):
-            return tuple(sample_inputs[0]), _named(sample_inputs[1])
+            return tuple(sample_inputs[0]), _named_sample_inputs(sample_inputs[1])
         return tuple(sample_inputs), {}
     raise ConfigError(
         "sample inputs: expected a tensor, a tuple or list of arguments, a dict of keyword arguments or a (tuple, dict) "
@@ -44,7 +44,7 @@ def as_inputs(sample_inputs: Any) -> Inputs:
     )
 
 
-def _named(inputs: Mapping[Any, Any]) -> dict[str, Any]:
+def _named_sample_inputs(inputs: Mapping[Any, Any]) -> dict[str, Any]:
     """Keyword arguments; ConfigError for names that are no strings."""
     wrong = [key for key in inputs if not isinstance(key, str)]
     if wrong:

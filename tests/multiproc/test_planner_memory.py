@@ -23,7 +23,7 @@ from torch.utils._pytree import tree_leaves
 
 import smpc.executor.program.bind
 from smpc.compile import compile_model
-from smpc.executor.program.host_copies import Mover
+from smpc.executor.program.host_copies import HostCopyMover
 from smpc.executor.replicas.fully_shard import StageShards
 from smpc.executor.transport import GlooTransport
 from smpc.runtime import Runtime
@@ -188,7 +188,7 @@ def measure(rank, compilation, model, batch, group, hooks=lambda stages: None):
     return counter.peak
 
 
-class CountedMover(Mover):
+class CountedMover(HostCopyMover):
     """Tells the counter which storages it has emptied and filled; its copies are in the host's memory, and no device's."""
 
     counter = None

@@ -11,11 +11,11 @@ import traceback
 from pathlib import Path
 
 from smpc.launch import worker
-from smpc.launch.job import Job, _commands
+from smpc.launch.job import Job, _job_commands
 from smpc.launch.output import OutputOptions, RankOutput
 from smpc.launch.processes import Processes, _Rank
 from smpc.launch.rendezvous import Failure, Rendezvous
-from smpc.launch.report import describe, headline
+from smpc.launch.report import describe, headline_of_failure
 from smpc.launch.store import listen
 from smpc.places import LOOPBACK
 
@@ -98,7 +98,7 @@ def run(job: Job, folder: Path):
     port = listener.getsockname()[1]
     reports = folder / "reports"
     reports.mkdir()
-    commands = _commands(job, place, port, reports)
+    commands = _job_commands(job, place, port, reports)
     processes = ForkedProcesses(folder, job.grace)
     made = []
 
@@ -110,7 +110,7 @@ def run(job: Job, folder: Path):
 
     def tell(failure):
         text = str(failure.report.get("py_callstack", ""))
-        rendezvous().tell(Failure(failure.at_fault, headline(failure), text, failure.status))
+        rendezvous().tell(Failure(failure.at_fault, headline_of_failure(failure), text, failure.status))
 
     failures = processes.run(commands, lambda: rendezvous().remote is not None, tell)
     ended = time.time()

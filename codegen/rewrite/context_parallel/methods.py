@@ -36,7 +36,7 @@ def with_rings(trace: Trace, degree: int, method: str, weights: Weights) -> Trac
     if method not in (AUTO, P2P) or not attentions:
         return trace
     facts = Facts(trace, degree)
-    wanted = frozenset(node.name for node in attentions if _way(facts, node, method, weights) == P2P)
+    wanted = frozenset(node.name for node in attentions if _cheapest_method(facts, node, method, weights) == P2P)
     if not wanted:
         return trace
 
@@ -52,7 +52,9 @@ def ways_of(facts: Facts, method: str, weights: Weights) -> Mapping[str, str]:
     """By attention that does not go around in a ring: all_gather or a2a."""
     rest = ALL_GATHER if method == P2P else method
     nodes = (node for node in facts.trace.nodes if short_name(node.target) == ATTENTION)
-    return {node.name: ALL_GATHER if (way := _way(facts, node, rest, weights)) == P2P else way for node in nodes}
+    return {
+        node.name: ALL_GATHER if (way := _cheapest_method(facts, node, rest, weights)) == P2P else way for node in nodes
+    }
 
 
 def fits(ways: Mapping[str, str], node: Node, strategy: Strategy) -> bool:
@@ -78,7 +80,7 @@ def _can_ring(proposal: Replacement, graph: Graph, degree: int) -> bool:
     return distinct and all(length % degree == 0 for length in lengths) and (equal or not causal)
 
 
-def _way(facts: Facts, node: Node, method: str, weights: Weights) -> str:
+def _cheapest_method(facts: Facts, node: Node, method: str, weights: Weights) -> str:
     """The cheapest way of those that there are, in bytes sent by a rank forward and backward; equal ones in this order."""
     if method == A2A:
         return A2A if can_exchange(facts, node) else ALL_GATHER

@@ -85,10 +85,10 @@ def _sequence_attention(facts: Facts, node: Node) -> Iterator[Strategy]:
 
 def _exchanged_bytes(facts: Facts, node: Node, names: tuple[str, str, str]) -> tuple[int, ...]:
     specs = [facts.spec(name) for name in (*names, node.name)]
-    return tuple(_share(facts, spec) // facts.degree for spec in specs if spec is not None)
+    return tuple(_shared_sequence_rule(facts, spec) // facts.degree for spec in specs if spec is not None)
 
 
-def _share(facts: Facts, spec: TensorSpec) -> int:
+def _shared_sequence_rule(facts: Facts, spec: TensorSpec) -> int:
     return spec.num_bytes * (facts.degree - 1) // facts.degree
 
 
@@ -126,10 +126,10 @@ def _sequence_cross_entropy(facts: Facts, node: Node) -> Iterator[Strategy]:
     for dim, size in enumerate(shape):
         if dim != 1 and len(shape) > 1:
             for layout in facts.layouts(dim, size):
-                yield Strategy(_inputs(node, logits.name, layout), PARTIAL, way="rows_cross_entropy")
+                yield Strategy(_sequence_inputs_rule(node, logits.name, layout), PARTIAL, way="rows_cross_entropy")
 
 
-def _inputs(node: Node, sliced: str, layout: Layout) -> tuple[Layout, ...]:
+def _sequence_inputs_rule(node: Node, sliced: str, layout: Layout) -> tuple[Layout, ...]:
     return tuple(layout if name == sliced else REPLICATED for name in node.inputs)
 
 
@@ -167,7 +167,7 @@ RULES: Mapping[str, Rule] = MappingProxyType(
 )  # by short name, or by target
 
 
-def _moves(facts: Facts, node: Node) -> Iterator[Strategy]:
+def _moved_sequence_rule(facts: Facts, node: Node) -> Iterator[Strategy]:
     """A call of a value along one dimension, or two, or none."""
     name = node.inputs[0]
     rank = len(facts.shape(name))
@@ -177,7 +177,7 @@ def _moves(facts: Facts, node: Node) -> Iterator[Strategy]:
             yield from facts.along(node, {name: dim}, dim, size)
 
 
-def _anywhere(facts: Facts, node: Node) -> Iterator[Strategy]:
+def _rule_of_any_sequence_dim(facts: Facts, node: Node) -> Iterator[Strategy]:
     name = node.inputs[0]
     for dim, size in enumerate(facts.shape(name)):
         yield from facts.along(node, {name: dim}, dim, size)
@@ -197,7 +197,7 @@ def _exchanged_attention(facts: Facts, node: Node) -> Iterator[Strategy]:
             yield from (found for found in facts.along(node, dims, dim, shape[dim]) if not found.output.blocks)
 
 
-def _exchanged(facts: Facts, node: Node) -> Iterator[Strategy]:
+def _exchanged_heads_rule(facts: Facts, node: Node) -> Iterator[Strategy]:
     """Only samples of the heads: the call does not say how many heads each group has."""
     yield from (found for found in _exchanged_attention(facts, node) if found.output.dim == 0)
 
@@ -206,10 +206,10 @@ CALLS: Mapping[str, Rule] = MappingProxyType(
     {
         f"{TENSOR_OPS}.{name}": rule
         for rule, names in (
-            (_moves, ("all_gather", "gather_in", "own_part", "reduce_scatter", "split", "all_to_all")),
-            (_anywhere, ("replicate_in", "all_reduce")),
+            (_moved_sequence_rule, ("all_gather", "gather_in", "own_part", "reduce_scatter", "split", "all_to_all")),
+            (_rule_of_any_sequence_dim, ("replicate_in", "all_reduce")),
             (_exchanged_attention, ("ring_attention", "causal_rows")),
-            (_exchanged, ("exchanged_attention",)),
+            (_exchanged_heads_rule, ("exchanged_attention",)),
         )
         for name in names
     }

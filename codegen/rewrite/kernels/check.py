@@ -52,8 +52,8 @@ class Checker:
     def objection(self, replacement: Replacement) -> str:
         """Why the replacement is not equal to the replaced nodes; "" if it is."""
         nodes = [self._graph.node(name) for name in (*replacement.given, *replacement.replaced)]
-        inputs = _inputs(nodes)
-        key = _pattern(self._graph, replacement, nodes, inputs)
+        inputs = _inputs_to_check(nodes)
+        key = _pattern_to_check(self._graph, replacement, nodes, inputs)
         if key not in self._known:
             self._known[key] = self._check(replacement, nodes, inputs)
         return self._known[key]
@@ -61,19 +61,19 @@ class Checker:
     def _check(self, replacement: Replacement, nodes: Sequence[Node], inputs: Sequence[str]) -> str:
         with _CPU, torch.random.fork_rng(devices=[]), torch.inference_mode(False), torch.enable_grad(), _no_autocast():
             for wide in (True, False):
-                reason = _compare(_Sides(self._graph, replacement, nodes, inputs, wide))
+                reason = _compare_checked_sides(_Sides(self._graph, replacement, nodes, inputs, wide))
                 if reason:
                     return reason
         return ""
 
 
-def _inputs(nodes: Sequence[Node]) -> tuple[str, ...]:
+def _inputs_to_check(nodes: Sequence[Node]) -> tuple[str, ...]:
     """The inputs of the nodes, in order of reading."""
     made = {node.name for node in nodes}
     return tuple(dict.fromkeys(name for node in nodes for name in node.inputs if name not in made))
 
 
-def _pattern(graph: Graph, replacement: Replacement, nodes: Sequence[Node], inputs: Sequence[str]) -> str:
+def _pattern_to_check(graph: Graph, replacement: Replacement, nodes: Sequence[Node], inputs: Sequence[str]) -> str:
     """The same text for replacements that differ in names alone."""
     names = {name: f"%{i}" for i, name in enumerate((*inputs, *(node.name for node in nodes)))}
 
@@ -122,7 +122,7 @@ class _Sides:
             if name in labels:
                 found[name] = _drawn_labels(spec, *labels[name], size, numbers)
             else:
-                found[name] = _random(spec, self.wide, size, numbers)
+                found[name] = _random_input_of_check(spec, self.wide, size, numbers)
         return found
 
     def original(self, values: Values, size: Callable[[int], int]) -> list[torch.Tensor]:
@@ -130,7 +130,7 @@ class _Sides:
         values = dict(values)
         for node in self.nodes:
             values[node.name] = evaluate(self._adapted(node, size), values, _CPU)
-        return [_tensor(values[name]) for name, _ in self.replacement.results]
+        return [_tensor_of_check(values[name]) for name, _ in self.replacement.results]
 
     def new(self, values: Values, size: Callable[[int], int]) -> list[torch.Tensor]:
         """The replacement."""
@@ -143,19 +143,21 @@ class _Sides:
                 f"#{index}", NodeKind.CALL_FUNCTION, call.target, call.args, call.kwargs, grad_enabled=grad_enabled
             )
             values[node.name] = evaluate(self._adapted(node, size), values, _CPU)
-        return [_tensor(values[call]) for _, call in self.replacement.results]
+        return [_tensor_of_check(values[call]) for _, call in self.replacement.results]
 
     def _adapted(self, node: Node, size: Callable[[int], int]) -> Node:
         """The node for these sizes and types, dropping nothing."""
         target = _WIDE_TARGETS.get(node.target, node.target) if self.wide else node.target
-        args, kwargs = _undropped(target, node.args, dict(node.kwargs))
+        args, kwargs = _checked_without_dropout(target, node.args, dict(node.kwargs))
         change = functools.partial(_mapped_argument, wide=self.wide, size=size)
         return dataclasses.replace(
             node, target=target, args=change(args), kwargs=tuple((key, change(value)) for key, value in kwargs.items())
         )
 
 
-def _undropped(target: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def _checked_without_dropout(
+    target: str, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """The arguments of a call with a probability to drop of 0."""
     position = {
         "torch.nn.functional.dropout": 1,
@@ -182,30 +184,32 @@ def _mapped_argument(tree: Any, wide: bool, size: Callable[[int], int]) -> Any:
     return tree
 
 
-def _shrunk(small: int, size: int) -> int:
+def _shrunk_for_check(small: int, size: int) -> int:
     return size if size <= small else small // 2 + size % (small // 2)
 
 
-def _same(size: int) -> int:
+def _same_size_in_check(size: int) -> int:
     return size
 
 
-def _sizes(sides: _Sides) -> list[Callable[[int], int]]:
+def _sizes_to_check(sides: _Sides) -> list[Callable[[int], int]]:
     """What sizes become, in the order in which it is tried."""
     specs = [sides.graph.spec(name) for name in sides.inputs]
     largest = max((size for spec in specs for size in spec.shape), default=0)
-    found: list[Callable[[int], int]] = [functools.partial(_shrunk, small) for small in _SMALL if largest > small]
+    found: list[Callable[[int], int]] = [
+        functools.partial(_shrunk_for_check, small) for small in _SMALL if largest > small
+    ]
     affordable = sum(spec.num_elements for spec in specs) <= _LARGEST
-    return [*found, _same] if affordable or not found else found
+    return [*found, _same_size_in_check] if affordable or not found else found
 
 
-def _compare(sides: _Sides) -> str:
+def _compare_checked_sides(sides: _Sides) -> str:
     """Why the two sides differ; "" if they do not."""
-    sizes, reason = _sizes(sides), ""
+    sizes, reason = _sizes_to_check(sides), ""
     for size in sizes:
         values = sides.values(size)
         try:
-            expected = _with_gradients(sides.original, values, size)
+            expected = _kernel_results_with_gradients(sides.original, values, size)
         except Exception as error:  # whatever torch raises for shapes or types that these calls cannot have
             reason = f"it cannot be checked: {type(error).__name__}: {str(error).splitlines()[0]}"
             if (
@@ -216,7 +220,7 @@ def _compare(sides: _Sides) -> str:
                 return ""  # the CPU lacks this type; the formula was compared in fp64
             continue
         try:
-            found = _with_gradients(sides.new, values, size)
+            found = _kernel_results_with_gradients(sides.new, values, size)
         except Exception as error:
             reason = f"the op does not take it: {type(error).__name__}: {str(error).splitlines()[0]}"
             if size is not sizes[0]:
@@ -226,7 +230,7 @@ def _compare(sides: _Sides) -> str:
     return reason or "it is too large to be checked"
 
 
-def _with_gradients(
+def _kernel_results_with_gradients(
     run: Callable[[Values, Callable[[int], int]], list[torch.Tensor]], values: Values, size: Callable[[int], int]
 ) -> list[torch.Tensor | None]:
     """The results, and the gradients of the inputs that want one."""
@@ -274,7 +278,9 @@ def _largest_error(a: torch.Tensor, b: torch.Tensor) -> float:
     return float((apart / largest.clamp(min=overall * _SMALLEST_ROW + 1e-300)).max())
 
 
-def _random(spec: TensorSpec, wide: bool, size: Callable[[int], int], numbers: torch.Generator) -> torch.Tensor:
+def _random_input_of_check(
+    spec: TensorSpec, wide: bool, size: Callable[[int], int], numbers: torch.Generator
+) -> torch.Tensor:
     """Numbers in the memory order of the spec, every row of another size; the first of bools is true."""
     shape = [size(length) for length in spec.shape]
     dtype = spec.torch_dtype
@@ -303,7 +309,7 @@ def _drawn_labels(
     return found.to(spec.torch_dtype)
 
 
-def _tensor(value: Any) -> torch.Tensor:
+def _tensor_of_check(value: Any) -> torch.Tensor:
     assert isinstance(value, torch.Tensor), value
     return value
 

@@ -96,7 +96,7 @@ def rewrite_kernels(trace: Trace, rewrites: Sequence[Rewrite]) -> Rewritten:
             if isinstance(proposal, Replacement) and any(name in claimed for name in proposal.replaced):
                 continue
             found = True
-            reason = _objection(graph, proposal, checker)
+            reason = _objection_to_kernel(graph, proposal, checker)
             nodes = "" if reason or isinstance(proposal, Refusal) else measurer.nodes(proposal)
             if isinstance(nodes, tuple) and isinstance(proposal, Replacement):
                 chosen.append((proposal, nodes))
@@ -105,11 +105,11 @@ def rewrite_kernels(trace: Trace, rewrites: Sequence[Rewrite]) -> Rewritten:
                 reason = reason or str(nodes)
             node = proposal.result if isinstance(proposal, Replacement) else proposal.node
             places.setdefault((rewrite.op, reason), []).append(node)
-            _log.info("%s at %s: %s", rewrite.op, _place(trace, node), reason or "replaced")
+            _log.info("%s at %s: %s", rewrite.op, _place_of_kernel(trace, node), reason or "replaced")
         if not found:
             places[rewrite.op, _NOTHING] = []
     uses = tuple(
-        KernelUse(op, len(nodes), _place(trace, nodes[0]) if nodes else "", reason)
+        KernelUse(op, len(nodes), _place_of_kernel(trace, nodes[0]) if nodes else "", reason)
         for (op, reason), nodes in places.items()
     )
     if not chosen:
@@ -117,20 +117,20 @@ def rewrite_kernels(trace: Trace, rewrites: Sequence[Rewrite]) -> Rewritten:
     return Rewritten(splice(trace, chosen, measurer.storages), uses)
 
 
-def _place(trace: Trace, name: str) -> str:
+def _place_of_kernel(trace: Trace, name: str) -> str:
     """The module whose code a node is, or its source line where that is the model itself."""
     node = trace.node(name)
     return trace.calls[node.call].fqn or node.source or name
 
 
-def _objection(graph: Graph, proposal: Replacement | Refusal, checker: Checker) -> str:
+def _objection_to_kernel(graph: Graph, proposal: Replacement | Refusal, checker: Checker) -> str:
     """Why a proposal cannot be; "" if it can."""
     if isinstance(proposal, Refusal):
         return proposal.reason
-    return _shared(graph, proposal) or _why_not_here(graph, proposal) or checker.objection(proposal)
+    return _nodes_shared_beside_kernel(graph, proposal) or _why_not_here(graph, proposal) or checker.objection(proposal)
 
 
-def _shared(graph: Graph, proposal: Replacement) -> str:
+def _nodes_shared_beside_kernel(graph: Graph, proposal: Replacement) -> str:
     """Other readers and writers of the nodes to be replaced."""
     inside, results = dict.fromkeys(proposal.replaced), dict(proposal.results)
     end = graph.trace.position(proposal.result)

@@ -110,7 +110,7 @@ class _Tables:
             part = next(iter(waiting))
             del waiting[part]
             with np.errstate(invalid="ignore"):  # neither of two options that exclude each other's tables is a dead end
-                left = _needed(np.sum([_differences(factor, part) for factor in self.by_part[part]], axis=0))
+                left = _options_left(np.sum([_cost_differences(factor, part) for factor in self.by_part[part]], axis=0))
             if left.all():
                 continue
             found = True
@@ -163,7 +163,7 @@ class _Tables:
         return parts, table
 
 
-def _differences(factor: Factor, part: int) -> Table:
+def _cost_differences(factor: Factor, part: int) -> Table:
     """By options (k, j) of the part: how much more k costs than j at least; infinite if k goes with no options of others."""
     parts, table = factor
     rows = np.moveaxis(table, parts.index(part), 0).reshape(table.shape[parts.index(part)], -1)
@@ -174,7 +174,7 @@ def _differences(factor: Factor, part: int) -> Table:
     return found
 
 
-def _needed(differences: Table) -> npt.NDArray[np.bool_]:
+def _options_left(differences: Table) -> npt.NDArray[np.bool_]:
     """The options that are left, each of the others being no better than one of them; the last of equal ones go first."""
     left = np.ones(len(differences), dtype=np.bool_)
     dead = differences >= 0.0

@@ -44,9 +44,12 @@ def fused_experts(model: nn.Module) -> FusedExperts:
         dim = columns_of(module)
         if dim is None:
             continue
-        kind = (*(tuple(p.shape) for p in module._parameters.values() if p is not None), *map(_looks, module.modules()))
+        kind = (
+            *(tuple(p.shape) for p in module._parameters.values() if p is not None),
+            *map(_looks_of_fused_experts, module.modules()),
+        )
         if kind not in known:
-            known[kind] = _alternates(module, dim)
+            known[kind] = _gate_alternates_with_up(module, dim)
         alternates[name] = known[kind]
     return FusedExperts(
         tuple(name for name, found in alternates.items() if found is None),
@@ -71,7 +74,7 @@ def columns_of(module: nn.Module) -> int | None:
     return None
 
 
-def _looks(module: nn.Module) -> tuple[object, ...]:
+def _looks_of_fused_experts(module: nn.Module) -> tuple[object, ...]:
     """By what modules of one class may differ: numbers, texts, and which objects else they hold, such as functions and buffers."""
     found = [(name, value) for name, value in vars(module).items() if name not in _OF_TORCH]
     plain = (bool, int, float, str, type(None))
@@ -79,7 +82,7 @@ def _looks(module: nn.Module) -> tuple[object, ...]:
     return type(module), own, tuple(map(id, module._buffers.values()))
 
 
-def _alternates(module: nn.Module, dim: int) -> bool | None:
+def _gate_alternates_with_up(module: nn.Module, dim: int) -> bool | None:
     """Whether gate and up alternate; None if slices do not return summands of what the whole returns, in the mode that it is in.
 
     Nor where modules inside have parameters of their own: what these do now, such as adapters that begin at zero, they may not do later.
@@ -103,7 +106,7 @@ def _alternates(module: nn.Module, dim: int) -> bool | None:
         if dim == 2:
             first, last = (value.transpose(1, 2).contiguous() for value in (first, last))
         own = (last, first, biases[2], join(biases[0][:, columns], biases[1][:, columns]))
-        made = _with(module, dict(zip(NAMES + BIASES, own, strict=True)))
+        made = _fused_experts_with(module, dict(zip(NAMES + BIASES, own, strict=True)))
         zeros = {BIASES[0]: torch.zeros_like(biases[2])} if has_zeros and BIASES[0] in made._parameters else {}
         return _Run.of(made, zeros, tokens, index, weights, BIASES[0] in made._parameters)
 
@@ -161,7 +164,7 @@ def _alternating(gate: Tensor, up: Tensor) -> Tensor:
     return torch.stack([gate, up], 2).flatten(1, 2)
 
 
-def _with(module: nn.Module, values: dict[str, Tensor]) -> nn.Module:
+def _fused_experts_with(module: nn.Module, values: dict[str, Tensor]) -> nn.Module:
     """A module like this one, with other values of its parameters: not one that serves the tokens of other ranks.
 
     What it changes, such as counts in its buffers, is its own.

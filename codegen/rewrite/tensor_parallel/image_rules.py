@@ -113,7 +113,7 @@ def _group_norm(facts: Facts, node: Node) -> Iterator[Strategy]:
         yield from (way for way in ways if not way.output.blocks)
 
 
-def _leading(facts: Facts, node: Node, mixed: int) -> Iterator[Strategy]:
+def _leading_image_dims(facts: Facts, node: Node, mixed: int) -> Iterator[Strategy]:
     """All dimensions but the last ones, which are mixed."""
     if len(node.inputs) != 1 or facts.is_tuple(node.name):
         return
@@ -125,14 +125,14 @@ def _leading(facts: Facts, node: Node, mixed: int) -> Iterator[Strategy]:
 
 def _pooling(facts: Facts, node: Node) -> Iterator[Strategy]:
     name = short_name(node.target)
-    yield from _leading(facts, node, int(name[-2]))
+    yield from _leading_image_dims(facts, node, int(name[-2]))
     if name in _AVERAGES and len(node.inputs) == 1:
         yield Strategy((PARTIAL,), PARTIAL)
 
 
 def _interpolate(facts: Facts, node: Node) -> Iterator[Strategy]:
     """Where a size stays as it is, every element along that dimension comes from the one at its place."""
-    yield from _leading(facts, node, len(facts.shape(node.inputs[0])) - 2)
+    yield from _leading_image_dims(facts, node, len(facts.shape(node.inputs[0])) - 2)
     sizes = argument(node, 1, "size")
     if len(node.inputs) == 1 and isinstance(sizes, (tuple, list)) and all(type(size) is int for size in sizes):
         (x,) = node.inputs
@@ -151,10 +151,10 @@ def resized(facts: Facts, node: Node, strategy: Strategy) -> Node:
     return dataclasses.replace(node, args=(node.args[0], local, *node.args[2:]), kwargs=tuple(kwargs.items()))
 
 
-def _pad(facts: Facts, node: Node) -> Iterator[Strategy]:
+def _padded_image(facts: Facts, node: Node) -> Iterator[Strategy]:
     widths = argument(node, 1, "pad")
     if isinstance(widths, (tuple, list)) and all(isinstance(width, int) for width in widths):
-        yield from _leading(facts, node, len(widths) // 2)
+        yield from _leading_image_dims(facts, node, len(widths) // 2)
         is_filled = argument(node, 2, "mode", "constant") == "constant" and argument(node, 3, "value")
         if not is_filled and len(node.inputs) == 1:
             yield Strategy((PARTIAL,), PARTIAL)
@@ -167,6 +167,6 @@ IMAGE_RULES: Mapping[str, Rule] = MappingProxyType(
         "batch_norm": _batch_norm,
         "group_norm": _group_norm,
         "interpolate": _interpolate,
-        "pad": _pad,
+        "pad": _padded_image,
     }
 )  # by short name

@@ -107,7 +107,7 @@ class LayoutProblem:
 
     def option_cost(self, part: int, option: Strategy) -> float:
         """The cost of a part's strategy alone."""
-        return _cost(self, part, option, self.weights)
+        return _layout_option_cost(self, part, option, self.weights)
 
     def conversion_cost(self, part: int, source: Layout, target: Layout) -> float | None:
         """The cost of converting a part's value to another layout; None: impossible."""
@@ -132,9 +132,9 @@ def collect(
 ) -> LayoutProblem:
     """The problem of a trace. Raises CodegenError if nothing is allowed for some operation."""
     facts = facts or Facts(trace, degree)
-    parts = _parts(trace, facts) if share_blocks else tuple(range(len(trace.nodes)))
+    parts = _parts_of_layout_problem(trace, facts) if share_blocks else tuple(range(len(trace.nodes)))
     problem = LayoutProblem(trace, facts, weights, parts)
-    whole_only, live = _aliases_of_written(trace), trace.live | _reads(trace)
+    whole_only, live = _aliases_of_written(trace), trace.live | _reads_in_layout_problem(trace)
     for position, node in enumerate(trace.nodes):
         if node.name in facts.constants or node.kind is NodeKind.PLACEHOLDER or node.name not in live:
             continue
@@ -160,7 +160,7 @@ def collect(
     return problem
 
 
-def _parts(trace: Trace, facts: Facts) -> tuple[int, ...]:
+def _parts_of_layout_problem(trace: Trace, facts: Facts) -> tuple[int, ...]:
     """By position, the representative of a node: in the first of equal blocks, the second of equal iterations."""
     blocks = representatives(trace)
     first = [p for p, node in enumerate(trace.nodes) if blocks[p] == p and node.name not in facts.constants]
@@ -168,7 +168,7 @@ def _parts(trace: Trace, facts: Facts) -> tuple[int, ...]:
     return tuple(loops.get(part, part) for part in blocks)
 
 
-def _reads(trace: Trace) -> frozenset[str]:
+def _reads_in_layout_problem(trace: Trace) -> frozenset[str]:
     return frozenset(node.name for node in trace.nodes if node.kind is NodeKind.GET_ATTR)
 
 
@@ -209,7 +209,7 @@ def _steps_cost(steps: Sequence[Step], spec: TensorSpec, degree: int, weights: W
     return total
 
 
-def _cost(problem: LayoutProblem, part: int, option: Strategy, weights: Weights) -> float:
+def _layout_option_cost(problem: LayoutProblem, part: int, option: Strategy, weights: Weights) -> float:
     """The cost of a node's strategy alone: repeated work, bytes sent inside, and state beyond the rank's share."""
     node, excess = problem.trace.nodes[part], 1.0 - 1.0 / problem.facts.degree
     if node.kind is NodeKind.GET_ATTR:
@@ -246,7 +246,9 @@ def representatives(trace: Trace) -> tuple[int, ...]:
     """For each node, by position, the position of the first one that plays its part."""
     found = list(range(len(trace.nodes)))
     composite = dict.fromkeys(call.parent for call in trace.calls)
-    signatures = [_signature(trace, call) if index in composite else "" for index, call in enumerate(trace.calls)]
+    signatures = [
+        _signature_of_equal_layouts(trace, call) if index in composite else "" for index, call in enumerate(trace.calls)
+    ]
     count = Counter(signatures)
     first_of: dict[str, ModuleCall] = {}
     end = 0
@@ -260,7 +262,7 @@ def representatives(trace: Trace) -> tuple[int, ...]:
     return tuple(found)
 
 
-def _signature(trace: Trace, call: ModuleCall) -> str:
+def _signature_of_equal_layouts(trace: Trace, call: ModuleCall) -> str:
     outside: dict[str, int] = {}
     span = range(call.first, call.last)
 
@@ -292,14 +294,14 @@ _TRIES = 16  # lengths that are tried for an iteration from one node on
 def iterations(trace: Trace, facts: Facts, positions: Sequence[int]) -> dict[int, int]:
     """Maps the positions of nodes of a loop's third and later iterations to those of the second; among `positions`, which ascend."""
     nodes = [trace.nodes[position] for position in positions]
-    kinds = [_kind(facts, node) for node in nodes]
+    kinds = [_kind_of_layout_node(facts, node) for node in nodes]
     index = {node.name: i for i, node in enumerate(nodes)}
     found: dict[int, int] = {}
     start = 0
     while start < len(nodes):
         end = start + 1
-        for length in _lengths(kinds, start):
-            count = _count(facts, nodes, kinds, index, start, length)
+        for length in _lengths_of_layout_iterations(kinds, start):
+            count = _count_of_layout_iterations(facts, nodes, kinds, index, start, length)
             if count >= _LEAST:
                 end = start + count * length
                 second = start + length
@@ -309,7 +311,7 @@ def iterations(trace: Trace, facts: Facts, positions: Sequence[int]) -> dict[int
     return found
 
 
-def _kind(facts: Facts, node: Node) -> Hashable:
+def _kind_of_layout_node(facts: Facts, node: Node) -> Hashable:
     """A node's operation without its operands: equal for nodes that may correspond in two iterations."""
     spec = None if node.spec is None else (node.spec.shape, node.spec.dtype, node.spec.requires_grad)
     arguments = map_references((node.args, dict(node.kwargs)), lambda name: _spec_of(facts, name))
@@ -328,7 +330,7 @@ def _unnumbered(node: Node, arguments: Any) -> Any:
     return re.sub(r"\b\d+\b", "*", repr(arguments)) if node.target in (GETITEM, SETITEM) else arguments
 
 
-def _lengths(kinds: Sequence[Hashable], start: int) -> Iterator[int]:
+def _lengths_of_layout_iterations(kinds: Sequence[Hashable], start: int) -> Iterator[int]:
     """After how many nodes the same seems to come again."""
     ends = range(start + 1, min(start + _LONGEST, len(kinds) - 1) + 1)
     again = (i - start for i in ends if kinds[i] == kinds[start])
@@ -339,7 +341,7 @@ def _lengths(kinds: Sequence[Hashable], start: int) -> Iterator[int]:
     )
 
 
-def _count(
+def _count_of_layout_iterations(
     facts: Facts, nodes: Sequence[Node], kinds: Sequence[Hashable], index: dict[str, int], start: int, length: int
 ) -> int:
     """How many equal iterations there are, the first with what it takes from elsewhere."""

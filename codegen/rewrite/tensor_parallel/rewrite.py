@@ -129,11 +129,11 @@ def _by_block(rewritten: ShardedTrace) -> dict[str, list[str]]:
     """By block (the members of lists of modules; the model itself for the rest), a line for each layout and collective."""
     found: dict[str, list[str]] = {}
     for name, layout in rewritten.layouts:
-        block = _block(name.rpartition(".")[0])
+        block = _outermost_sharded_block(name.rpartition(".")[0])
         found.setdefault(block, []).append(f"{name.removeprefix(f'{block}.'):<40} {layout}")
     for item in rewritten.collectives:
         if item.forward_bytes or item.backward_bytes:
-            block = _block(item.module)
+            block = _outermost_sharded_block(item.module)
             where = item.module.removeprefix(block).lstrip(".") or "itself"
             change = f"{item.function} {item.source} -> {item.target}"
             sent = f"{format_bytes(item.forward_bytes)} forward, {format_bytes(item.backward_bytes)} backward"
@@ -143,7 +143,7 @@ def _by_block(rewritten: ShardedTrace) -> dict[str, list[str]]:
     return found
 
 
-def _block(module: str) -> str:
+def _outermost_sharded_block(module: str) -> str:
     """The outermost member of a list of modules that contains a module: `h.3` for `h.3.mlp.up`."""
     parts = module.split(".")
     return next((".".join(parts[: i + 1]) for i, part in enumerate(parts) if part.isdigit()), "")
@@ -343,7 +343,7 @@ class _Writer:
         if node.target.startswith(TENSOR_OPS) or node.kind is NodeKind.CALL_MODULE:
             return contiguous_stride(shape or ())
         values = {name: self._fake(name) for name in node.inputs}
-        call = map_references((node.args, dict(node.kwargs)), lambda name: _form(values[name]))
+        call = map_references((node.args, dict(node.kwargs)), lambda name: _form_of_sharded_call(values[name]))
         form = repr((node.target, call, node.grad_enabled, node.autocast))
         try:
             if form not in self.results:  # blocks of a model do the same again and again
@@ -413,7 +413,7 @@ class _Writer:
             NodeKind.CALL_FUNCTION,
             f"{TENSOR_OPS}.{step.function}",
             tuple(self._step_args(current, source, target, step)),
-            tuple(_pieces(source, target, step)),
+            tuple(_pieces_as_step_arguments(source, target, step)),
             spec,
             storage,
             call,
@@ -448,7 +448,7 @@ class _Writer:
         return name
 
 
-def _pieces(source: Layout, target: Layout, step: Step) -> Iterator[tuple[str, Any]]:
+def _pieces_as_step_arguments(source: Layout, target: Layout, step: Step) -> Iterator[tuple[str, Any]]:
     """The pieces of slices, as arguments of the step."""
     if step.function == "all_to_all":
         if not (source.is_plain and target.is_plain):
@@ -462,11 +462,11 @@ def _pieces(source: Layout, target: Layout, step: Step) -> Iterator[tuple[str, A
         yield "mirrored", True
 
 
-def _form(value: Any) -> Any:
+def _form_of_sharded_call(value: Any) -> Any:
     """The key of a call on fakes: everything that its result depends on."""
     if isinstance(value, torch.Tensor):
         return value.shape, value.stride(), value.dtype, value.storage_offset()
-    return tuple(_form(item) for item in value) if isinstance(value, (tuple, list)) else value
+    return tuple(_form_of_sharded_call(item) for item in value) if isinstance(value, (tuple, list)) else value
 
 
 _SUFFIXES: Mapping[str, str] = {

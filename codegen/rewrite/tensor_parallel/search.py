@@ -66,10 +66,10 @@ def choose(
         raise CodegenError(
             f"expected layouts that fit together for {degree} ranks, found none; relax the explicit plan"
         )
-    return _decode(problem, picked, degree, proven)
+    return _decode_searched(problem, picked, degree, proven)
 
 
-def _decode(problem: LayoutProblem, picked: Mapping[int, int], degree: int, proven: bool) -> ShardingChoice:
+def _decode_searched(problem: LayoutProblem, picked: Mapping[int, int], degree: int, proven: bool) -> ShardingChoice:
     by_node, by_parameter = [], []
     for position, node in enumerate(problem.trace.nodes):
         part = problem.part[position]
@@ -79,12 +79,12 @@ def _decode(problem: LayoutProblem, picked: Mapping[int, int], degree: int, prov
         if node.kind is NodeKind.GET_ATTR:
             by_parameter.append((node.target, strategy.output))
         else:
-            by_node.append((node.name, _renamed(problem, position, strategy)))
+            by_node.append((node.name, _searched_strategy_renamed(problem, position, strategy)))
             by_parameter += by_node[-1][1].state
     return ShardingChoice(degree, tuple(by_node), tuple(by_parameter), proven)
 
 
-def _renamed(problem: LayoutProblem, position: int, strategy: Strategy) -> Strategy:
+def _searched_strategy_renamed(problem: LayoutProblem, position: int, strategy: Strategy) -> Strategy:
     """The representative's strategy for another node: with that one's parameters."""
     node, first = problem.trace.nodes[position], problem.trace.nodes[problem.part[position]]
     state = tuple((node.target + name.removeprefix(first.target), layout) for name, layout in strategy.state)
@@ -93,8 +93,8 @@ def _renamed(problem: LayoutProblem, position: int, strategy: Strategy) -> Strat
 
 def solve_ilp(problem: LayoutProblem, time_limit: float = 60.0) -> tuple[dict[int, int], bool]:
     """The index of each part's option, and whether it is proven that no better choice exists. Empty: nothing fits together."""
-    program, chosen = _build(problem)
-    proven = _solve(program, time_limit)
+    program, chosen = _build_search_program(problem)
+    proven = _solve_search_program(program, time_limit)
     picked = {}
     for part, row in chosen.items():
         values = [x.varValue or 0.0 for x in row]
@@ -105,7 +105,7 @@ def solve_ilp(problem: LayoutProblem, time_limit: float = 60.0) -> tuple[dict[in
     return picked, proven
 
 
-def _build(problem: LayoutProblem) -> tuple[pulp.LpProblem, _Variables]:
+def _build_search_program(problem: LayoutProblem) -> tuple[pulp.LpProblem, _Variables]:
     import pulp
 
     program = pulp.LpProblem("layouts", pulp.LpMinimize)
@@ -117,13 +117,13 @@ def _build(problem: LayoutProblem) -> tuple[pulp.LpProblem, _Variables]:
         chosen[part] = row
         terms += [(x, problem.option_cost(part, option)) for x, option in zip(row, options, strict=True)]
     for producer, users in problem.users().items():
-        terms += _conversions(program, problem, chosen, producer, users)
+        terms += _conversions_in_search(program, problem, chosen, producer, users)
     scale = 1.0 / problem.weights.latency_bytes
     program.setObjective(pulp.LpAffineExpression([(x, cost * scale) for x, cost in terms if cost]))
     return program, chosen
 
 
-def _conversions(
+def _conversions_in_search(
     program: pulp.LpProblem,
     problem: LayoutProblem,
     chosen: _Variables,
@@ -164,7 +164,7 @@ def _by_layout(row: Sequence[pulp.LpVariable], layouts: Sequence[Layout]) -> dic
     return {layout: pulp.lpSum(variables) for layout, variables in found.items()}
 
 
-def _solve(program: pulp.LpProblem, time_limit: float) -> bool:
+def _solve_search_program(program: pulp.LpProblem, time_limit: float) -> bool:
     """Solves in place; whether to proof."""
     import pulp
 

@@ -38,12 +38,14 @@ def calibrate(ranks: Ranks, seconds: float = 60.0, show: Callable[..., None] = l
     name = str(dtype).removeprefix("torch.")
     kernels = Kernels(
         launch=_launch_seconds(ranks),
-        products=MappingProxyType({name: _shares(found["linear"].forward, peaks[name])} if "linear" in found else {}),
-        memory=_shares(found["add"].forward, bandwidth) if "add" in found else ALL,
+        products=MappingProxyType(
+            {name: _measured_shares(found["linear"].forward, peaks[name])} if "linear" in found else {}
+        ),
+        memory=_measured_shares(found["add"].forward, bandwidth) if "add" in found else ALL,
         attention=_measured_attention(found, peaks[name]),
         operations=MappingProxyType(
             {
-                key: (_measured(item.forward, top), _measured(item.backward, top))
+                key: (_measured_curve_shares(item.forward, top), _measured_curve_shares(item.backward, top))
                 for key, item in found.items()
                 for top in (peaks[name] if item.is_product else bandwidth,)
             }
@@ -60,7 +62,7 @@ def calibrate(ranks: Ranks, seconds: float = 60.0, show: Callable[..., None] = l
     wires = measure_wires(ranks) if ranks.size > 1 else Wires(None, None, {})
     inside = wires.inside or wires.between or assumed(bandwidth)
     return Device(
-        _name(ranks.device),
+        _measured_device_name(ranks.device),
         MappingProxyType(peaks),
         bandwidth,
         _memory_bytes(ranks),
@@ -74,11 +76,11 @@ def calibrate(ranks: Ranks, seconds: float = 60.0, show: Callable[..., None] = l
     )
 
 
-def _shares(curve: Curve, top: float) -> Curve:
+def _measured_shares(curve: Curve, top: float) -> Curve:
     return tuple((size, min(1.0, max(_LEAST, rate / top))) for size, rate in curve)
 
 
-def _measured(curve: Curve, top: float) -> Curve:
+def _measured_curve_shares(curve: Curve, top: float) -> Curve:
     return tuple((size, min(1e6, max(1e-12, rate / top))) for size, rate in curve)
 
 
@@ -87,11 +89,11 @@ def _measured_attention(found: Mapping[str, Rates], peak: float) -> tuple[float,
     if "attention" not in found:
         return 1.0, 1.0
     item = found["attention"]
-    forward, backward = (_shares(curve, peak)[-1][1] for curve in (item.forward, item.backward))
+    forward, backward = (_measured_shares(curve, peak)[-1][1] for curve in (item.forward, item.backward))
     return forward, backward
 
 
-def _common(ranks: Ranks, value: float) -> float:
+def _mean_measure_of_ranks(ranks: Ranks, value: float) -> float:
     """The mean over the ranks."""
     return ranks.mean([value])[0]
 
@@ -107,13 +109,13 @@ def _peak_flops(ranks: Ranks, base: torch.dtype, peak: float) -> dict[str, float
 def _launch_seconds(ranks: Ranks) -> float:
     """Of an operation on next to nothing."""
     tensor = torch.zeros(8, device=ranks.device)
-    return _common(ranks, repeated(lambda: tensor.add(1), ranks))
+    return _mean_measure_of_ranks(ranks, repeated(lambda: tensor.add(1), ranks))
 
 
 def _view_seconds(ranks: Ranks) -> float:
     """Of a view that autograd keeps book of."""
     tensor = torch.zeros(8, 8, device=ranks.device, requires_grad=True)
-    return _common(ranks, repeated(lambda: tensor.view(64), ranks))
+    return _mean_measure_of_ranks(ranks, repeated(lambda: tensor.view(64), ranks))
 
 
 def _product_seconds(ranks: Ranks, dtype: torch.dtype) -> float:
@@ -121,7 +123,7 @@ def _product_seconds(ranks: Ranks, dtype: torch.dtype) -> float:
     side = _SIDE if ranks.device.type == "cpu" else 8 * _SIDE
     a, b = (torch.ones(side, side, device=ranks.device, dtype=dtype) for _ in range(2))
     ranks.together()
-    return _common(ranks, repeated(lambda: a @ b, ranks))
+    return _mean_measure_of_ranks(ranks, repeated(lambda: a @ b, ranks))
 
 
 def _optimizer_share(ranks: Ranks, bandwidth: float) -> float:
@@ -130,7 +132,7 @@ def _optimizer_share(ranks: Ranks, bandwidth: float) -> float:
     parameter.grad = torch.zeros_like(parameter)
     optimizer = torch.optim.AdamW([parameter])
     ranks.together()
-    seconds = _common(ranks, repeated(optimizer.step, ranks, least=0.03))
+    seconds = _mean_measure_of_ranks(ranks, repeated(optimizer.step, ranks, least=0.03))
     return min(1.0, max(_LEAST, _STATE * _OPTIMIZED / seconds / bandwidth))
 
 
@@ -141,7 +143,7 @@ def _memory_bytes(ranks: Ranks) -> int:
     return int(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")) // ranks.per_host
 
 
-def _name(device: torch.device) -> str:
+def _measured_device_name(device: torch.device) -> str:
     if device.type == "cuda":
         return str(torch.cuda.get_device_name(device))
     return f"{platform.machine()} CPU, {torch.get_num_threads()} threads"

@@ -81,7 +81,7 @@ def measure(ranks: Ranks, seconds: float, dtype: torch.dtype, show: Callable[[st
     running, skipped = list[_Running](), set[str]()
     for probe in probes(dtype, ranks.device):
         if probe.family not in skipped:
-            found, took = _start(probe, ranks)
+            found, took = _start_timed_probe(probe, ranks)
             running.append(found)
             if ranks.most(took) * _GROWTH > seconds / _SHARE_OF_TIME:
                 skipped.add(probe.family)
@@ -95,8 +95,10 @@ def measure(ranks: Ranks, seconds: float, dtype: torch.dtype, show: Callable[[st
             item.passes.append(item.stopwatch.run())
             if item is running[0] and ranks.device.type == "cpu":
                 item.alone.append(_by_itself(item))
-    looking = _looking(running[0], ranks) if running[0].alone else (_overhead(ranks),) * 2
-    return [sample for item in running for sample in _samples(item, ranks, looking)]
+    looking = (
+        _seconds_of_looking_at_operation(running[0], ranks) if running[0].alone else (_operation_overhead(ranks),) * 2
+    )
+    return [sample for item in running for sample in _operation_samples(item, ranks, looking)]
 
 
 def _by_itself(item: _Running) -> tuple[float, float]:
@@ -111,10 +113,10 @@ def _by_itself(item: _Running) -> tuple[float, float]:
     return middle - start, clock() - middle
 
 
-def _looking(item: _Running, ranks: Ranks) -> tuple[float, float]:
+def _seconds_of_looking_at_operation(item: _Running, ranks: Ranks) -> tuple[float, float]:
     """Seconds by which looking lengthens the forward of a node, and its backward."""
-    passes = _steady(item.passes, [float(p.forward.sum() + p.backward.sum()) for p in item.passes])
-    alone = _steady(item.alone, [sum(both) for both in item.alone])
+    passes = _steady_operations(item.passes, [float(p.forward.sum() + p.backward.sum()) for p in item.passes])
+    alone = _steady_operations(item.alone, [sum(both) for both in item.alone])
     found = []
     for part, own in enumerate(zip(*alone, strict=True)):
         looked = [(p.forward, p.backward)[part] for p in passes]
@@ -124,7 +126,7 @@ def _looking(item: _Running, ranks: Ranks) -> tuple[float, float]:
     return forward, backward
 
 
-def _start(probe: Probe, ranks: Ranks) -> tuple[_Running, float]:
+def _start_timed_probe(probe: Probe, ranks: Ranks) -> tuple[_Running, float]:
     """A probe that is ready to be timed, and the seconds of a pass."""
     torch.manual_seed(0)
     model, inputs = probe.model().train(), probe.inputs()
@@ -138,8 +140,8 @@ def _start(probe: Probe, ranks: Ranks) -> tuple[_Running, float]:
     return _Running(probe, trace, stopwatch, [], []), time.monotonic() - start
 
 
-def _samples(item: _Running, ranks: Ranks, looking: tuple[float, float]) -> Iterable[Sample]:
-    passes = _steady(item.passes, [float(p.forward.sum() + p.backward.sum()) for p in item.passes])
+def _operation_samples(item: _Running, ranks: Ranks, looking: tuple[float, float]) -> Iterable[Sample]:
+    passes = _steady_operations(item.passes, [float(p.forward.sum() + p.backward.sum()) for p in item.passes])
     forward, backward = (
         ranks.mean(list(np.mean(part, axis=0))) for part in ([p.forward for p in passes], [p.backward for p in passes])
     )
@@ -151,7 +153,7 @@ def _samples(item: _Running, ranks: Ranks, looking: tuple[float, float]) -> Iter
 _Item = TypeVar("_Item")
 
 
-def _steady(items: Sequence[_Item], times: Sequence[float]) -> list[_Item]:
+def _steady_operations(items: Sequence[_Item], times: Sequence[float]) -> list[_Item]:
     """Those that nothing has interrupted: whose times are near the least."""
     least = min(times)
     return [item for item, seconds in zip(items, times, strict=True) if seconds <= _STEADY * least]
@@ -159,7 +161,7 @@ def _steady(items: Sequence[_Item], times: Sequence[float]) -> list[_Item]:
 
 def steady(times: Sequence[float]) -> float:
     """The median of those times that nothing has interrupted."""
-    return statistics.median(_steady(times, times))
+    return statistics.median(_steady_operations(times, times))
 
 
 def _less(seconds: float, overhead: float) -> float:
@@ -167,7 +169,7 @@ def _less(seconds: float, overhead: float) -> float:
     return max(seconds - overhead, seconds / 10)
 
 
-def _overhead(ranks: Ranks) -> float:
+def _operation_overhead(ranks: Ranks) -> float:
     """Seconds that waiting for the device adds to each operation that is timed by itself."""
     tensor = torch.zeros(8, device=ranks.device)
     alone = repeated(lambda: tensor.add(1), ranks, waits=True)

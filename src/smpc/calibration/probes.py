@@ -2,8 +2,8 @@
 
     for probe in probes(torch.float32): probe.model(), probe.inputs()
 
-`Text` is a transformer's block in several fashions, so that each operation occurs: LayerNorm and RMS norm in parts, fused attention and
-one in parts, rotations, masks, dropout, GELU (fused and in parts), SiLU, ReLU, an embedding, a loss. `Image` is a level of a
+`TextProbe` is a transformer block in several fashions, so that each operation occurs: LayerNorm and RMS norm in parts, fused attention and
+one in parts, rotations, masks, dropout, GELU (fused and in parts), SiLU, ReLU, an embedding, a loss. `ImageProbe` is a level of a
 convolutional network.
 """
 
@@ -50,7 +50,7 @@ def _text_probe(width: int, dtype: torch.dtype, device: torch.device) -> Probe:
     def inputs() -> tuple[Any, ...]:
         return (torch.randint(0, 4 * width, (tokens // length, length), device=device),)
 
-    return Probe("text", width, lambda: Text(width).to(device, dtype), inputs)
+    return Probe("text", width, lambda: TextProbe(width).to(device, dtype), inputs)
 
 
 def _image_probe(channels: int, dtype: torch.dtype, device: torch.device) -> Probe:
@@ -58,12 +58,12 @@ def _image_probe(channels: int, dtype: torch.dtype, device: torch.device) -> Pro
     return Probe(
         "image",
         channels,
-        lambda: Image(channels).to(device, dtype),
+        lambda: ImageProbe(channels).to(device, dtype),
         lambda: (torch.randn(2, channels, 32, 32, device=device, dtype=dtype),),
     )
 
 
-class Text(nn.Module):
+class TextProbe(nn.Module):
     """A block of a language model, [batch, length] of int64 to a loss."""
 
     def __init__(self, width: int) -> None:
@@ -111,7 +111,7 @@ class Text(nn.Module):
 
     def _fused(self, qkv: Tensor, dropout: float = 0.0, *, is_causal: bool = False) -> Tensor:
         query, key, value = self._heads(qkv)
-        query, key = _turned(query), _turned(key)
+        query, key = _turned_in_text_probe(query), _turned_in_text_probe(key)
         return self._joined(F.scaled_dot_product_attention(query, key, value, dropout_p=dropout, is_causal=is_causal))
 
     def _in_parts(self, qkv: Tensor) -> Tensor:
@@ -122,14 +122,14 @@ class Text(nn.Module):
         return self._joined(torch.matmul(F.dropout(F.softmax(scores, dim=-1), 0.1), value))
 
 
-def _turned(x: Tensor) -> Tensor:
+def _turned_in_text_probe(x: Tensor) -> Tensor:
     """A rotation by halves, as of positions."""
     half = x.shape[-1] // 2
     other = torch.cat((-x[..., half:], x[..., :half]), dim=-1)
     return x * 0.5 + other * 0.5
 
 
-class Image(nn.Module):
+class ImageProbe(nn.Module):
     """A level down and up, [batch, channels, height, width] to a loss."""
 
     def __init__(self, channels: int) -> None:

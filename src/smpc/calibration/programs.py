@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from smpc.calibration.operations import steady
-from smpc.calibration.probes import Probe, Text, probes
+from smpc.calibration.probes import Probe, TextProbe, probes
 from smpc.calibration.ranks import Ranks
 from smpc.compile import compile_model
 from smpc.executor.split_backward.intercept import Deferral
@@ -62,9 +62,9 @@ def measure_programs(ranks: Ranks, dtype: torch.dtype, seconds: float) -> Progra
     """In about so many seconds. Collective over the ranks; the same on each."""
     if ranks.device.type != "cpu":
         return Programs()
-    action, step = _executor(ranks)
-    unit, unit_step = _unit(ranks) if ranks.per_host > 1 else (0.0, 0.0)
-    return Programs(action, step, unit, unit_step, _deferred(ranks, dtype, seconds))
+    action, step = _program_seconds_of_executor(ranks)
+    unit, unit_step = _program_seconds_of_unit(ranks) if ranks.per_host > 1 else (0.0, 0.0)
+    return Programs(action, step, unit, unit_step, _program_seconds_of_deferred(ranks, dtype, seconds))
 
 
 class _Blocks(nn.Module):
@@ -83,12 +83,12 @@ class _Blocks(nn.Module):
         return x.square().mean()
 
 
-def _executor(ranks: Ranks) -> tuple[float, float]:
+def _program_seconds_of_executor(ranks: Ranks) -> tuple[float, float]:
     """Of an action, and of a step."""
     blocks, rows = _Blocks(), torch.ones(4, _WIDTH)
     added = _added_by_stage(ranks, blocks, rows, _MANY) - _added_by_stage(ranks, blocks, rows, 1)
     action = max(0.0, added / (2 * (_MANY - 1)))
-    text = Text(64).train()
+    text = TextProbe(64).train()
     step = _added_by_stage(ranks, text, torch.zeros(2, 64, dtype=torch.int64), 1)
     return action, max(0.0, step - 2 * action)
 
@@ -111,10 +111,10 @@ def _added_by_stage(ranks: Ranks, model: nn.Module, inputs: Tensor, microbatches
         for _ in range(microbatches):
             model(inputs).backward()
 
-    return _difference(ranks, by_program, by_itself, model)
+    return _program_difference(ranks, by_program, by_itself, model)
 
 
-def _difference(
+def _program_difference(
     ranks: Ranks,
     one: Callable[[], object],
     other: Callable[[], object],
@@ -135,7 +135,7 @@ def _difference(
     return found
 
 
-def _unit(ranks: Ranks) -> tuple[float, float]:
+def _program_seconds_of_unit(ranks: Ranks) -> tuple[float, float]:
     """Of a unit in parts, in a microbatch, and once in a step. This thread's time alone: waits are those of collectives."""
     whole, divided = _Blocks(), _Blocks()
     group = [
@@ -159,14 +159,14 @@ def _unit(ranks: Ranks) -> tuple[float, float]:
 
     both = nn.ModuleList((whole, divided))
     found = [
-        _difference(ranks, lambda m=m: step(m, sharded), lambda m=m: step(m, None), both, time.thread_time)  # type: ignore[misc]
+        _program_difference(ranks, lambda m=m: step(m, sharded), lambda m=m: step(m, None), both, time.thread_time)  # type: ignore[misc]
         for m in (_MANY, 1)
     ]
     unit = max(0.0, (found[0] - found[1]) / ((_MANY - 1) * len(units)))
     return unit, max(0.0, found[1] / len(units) - unit)
 
 
-def _deferred(ranks: Ranks, dtype: torch.dtype, seconds: float) -> dict[str, Curve]:
+def _program_seconds_of_deferred(ranks: Ranks, dtype: torch.dtype, seconds: float) -> dict[str, Curve]:
     """Of a call, by name and FLOPs."""
     found: dict[str, list[tuple[float, float]]] = {}
     skipped: set[str] = set()
@@ -197,6 +197,6 @@ def _deferred_by(probe: Probe, ranks: Ranks) -> tuple[str, float, float]:
         pending.run()
 
     ranks.together()
-    longer = _difference(ranks, split, lambda: model(*inputs).backward(), model)
+    longer = _program_difference(ranks, split, lambda: model(*inputs).backward(), model)
     size = math.exp(sum(math.log(node.flops) for node in calls) / len(calls))
     return name_of(calls[0]), size, longer / len(calls)

@@ -52,7 +52,7 @@ def measure_wires(ranks: Ranks) -> Wires:
     collectives: dict[str, Curve] = {}
     if ranks.per_host > 1:
         inside = _measured_wire(ranks, list(range(2)))
-        collectives = _collectives(ranks)
+        collectives = _collectives_on_wires(ranks)
     if ranks.size > ranks.per_host:
         between = _measured_wire(ranks, [0, ranks.per_host])
     found: list[object] = [Wires(inside, between, collectives)]
@@ -80,7 +80,7 @@ def _measured_wire(ranks: Ranks, pair: list[int]) -> Wire | None:
     return found
 
 
-def _collectives(ranks: Ranks) -> dict[str, Curve]:
+def _collectives_on_wires(ranks: Ranks) -> dict[str, Curve]:
     """Of the ranks of the first host; those of others do the same at once."""
     groups = [
         dist.new_group(list(range(first, first + ranks.per_host)), timeout=_TIMEOUT)
@@ -90,7 +90,7 @@ def _collectives(ranks: Ranks) -> dict[str, Curve]:
     found = {}
     for kind, call, factor in _collective_calls(group):
         curve = []
-        timed = _between_products if kind == IN_OPERATIONS else _seconds
+        timed = _between_products if kind == IN_OPERATIONS else _seconds_on_wire
         for elements in _SIZES:
             tensor = torch.zeros(elements // ranks.per_host * ranks.per_host, device=ranks.device)
             sent = factor * 4 * tensor.numel() * (ranks.per_host - 1) / ranks.per_host
@@ -130,7 +130,7 @@ def _collective_calls(group: dist.ProcessGroup) -> Iterator[tuple[str, Callable[
     yield IN_OPERATIONS, lambda whole: all_reduce(whole, ours), 2
 
 
-def _seconds(call: Callable[[], object], ranks: Ranks) -> float:
+def _seconds_on_wire(call: Callable[[], object], ranks: Ranks) -> float:
     """Of one call, until all ranks are done: near the least of some."""
     times = []
     for _ in range(_ROUNDS):
@@ -152,7 +152,7 @@ def _between_products(call: Callable[[], object], ranks: Ranks) -> float:
             square @ square
             between()
 
-    apart, without = (_seconds(functools.partial(row, body), ranks) for body in (call, lambda: None))
+    apart, without = (_seconds_on_wire(functools.partial(row, body), ranks) for body in (call, lambda: None))
     return max(apart - without, _LEAST * apart) / _ROW
 
 

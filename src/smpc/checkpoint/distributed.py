@@ -40,9 +40,9 @@ from smpc.checkpoint.format.regions import Box, find_gap
 from smpc.checkpoint.format.regular import open_regular, printable
 from smpc.checkpoint.modules import OPTIMIZER, SEPARATOR
 from smpc.checkpoint.sources.distributed_metadata import Described, Stored, read_metadata
-from smpc.checkpoint.sources.export import new_path
+from smpc.checkpoint.sources.export import new_export_path
 from smpc.checkpoint.sources.renamed_source import with_tied
-from smpc.checkpoint.sources.sources import Item, Source, groups_of
+from smpc.checkpoint.sources.sources import Source, SourceItem, groups_of
 from smpc.errors import CheckpointError
 
 METADATA = ".metadata"
@@ -73,7 +73,7 @@ class DistributedSource:
     def __exit__(self, *_: object) -> None:
         """Nothing is open."""
 
-    def read(self, item: Item) -> Tensor:
+    def read(self, item: SourceItem) -> Tensor:
         """See Source. Raises CheckpointError if a chunk is not as the metadata says."""
         key = self._keys[item.kind, item.name]
         described = self._found.entries[key]
@@ -98,13 +98,13 @@ class DistributedSource:
     def _read_items(self) -> None:
         paths = self._found.paths
         self._keys: dict[tuple[str, str], str] = {}
-        self.items: list[Item] = []
+        self.items: list[SourceItem] = []
         others: dict[str, Any] = {}
         where: dict[str, tuple[Any, ...]] = {}
         for key, entry in self._found.entries.items():
             if entry is None:
                 others[key] = self._load(key, ())
-                where[key] = _untrained(paths.get(key, (key,)))
+                where[key] = _path_in_distributed_state(paths.get(key, (key,)))
                 continue
             item = self._item(key, paths.get(key, (key,)), entry)
             self._keys[item.kind, item.name] = key
@@ -112,8 +112,8 @@ class DistributedSource:
         self.metadata: Any = self._metadata(others, where)
         self.items = [item for item in self.items if item.kind != VALUES]
 
-    def _item(self, key: str, path: tuple[Any, ...], entry: Described) -> Item:
-        path = _untrained(path)
+    def _item(self, key: str, path: tuple[Any, ...], entry: Described) -> SourceItem:
+        path = _path_in_distributed_state(path)
         kind = str(path[0]) if len(path) > 1 else "model"
         name = ".".join(map(str, path[1:] if len(path) > 1 else path))
         if path[:2] == _STATE and len(path) == 4:
@@ -121,7 +121,7 @@ class DistributedSource:
         gap = find_gap(entry.shape, entry.chunks)
         if gap is not None or (kind, name) in self._keys:
             raise CheckpointError(f"{self._folder}: {printable(key)}: {gap or 'another tensor has the same name'}")
-        return Item(kind, name, entry.dtype, entry.shape)
+        return SourceItem(kind, name, entry.dtype, entry.shape)
 
     def _metadata(self, others: dict[str, Any], where: Mapping[str, tuple[Any, ...]]) -> Any:
         own = others.pop(_OWN, None)
@@ -165,7 +165,7 @@ class DistributedSource:
         return info
 
 
-def _untrained(path: tuple[Any, ...]) -> tuple[Any, ...]:
+def _path_in_distributed_state(path: tuple[Any, ...]) -> tuple[Any, ...]:
     """The path of a tensor, where a Trainer has put model and optimizers below `state` (`smpc.composer`, mosaicml)."""
     if path[0] == "state" and len(path) > 2 and path[1] == "model":
         return path[1:]
@@ -211,7 +211,7 @@ def write_distributed(source: Source, path: str | os.PathLike[str], *, advance: 
             """The value of a key."""
             return bring[index.fqn]() if index.fqn in bring else super().lookup_object(index)
 
-    with new_path(path) as draft:
+    with new_export_path(path) as draft:
         os.mkdir(draft, 0o700)
         try:
             with warnings.catch_warnings():
@@ -251,7 +251,7 @@ def _described_tree(source: Source, advance: Advance | None) -> tuple[dict[str, 
     return state, bring
 
 
-def _tensor_reader(source: Source, item: Item, advance: Advance | None) -> Callable[[], Tensor]:
+def _tensor_reader(source: Source, item: SourceItem, advance: Advance | None) -> Callable[[], Tensor]:
     """Reads a tensor of the source when it is called."""
 
     def bring() -> Tensor:

@@ -95,7 +95,11 @@ def module_content(
     named, own_masters = _named_tensors(model), _named_masters(model, masters)
     found = [shard_of(MODEL, name, tensor) for name, tensor in named.items()]
     found += [shard_of(OPTIMIZER, _master_key(name), master) for name, master in own_masters.items()]
-    described: dict[str, Any] = {**(metadata or {}), "extra_state": _extra(model), TIED: _tied(model)}
+    described: dict[str, Any] = {
+        **(metadata or {}),
+        "extra_state": _extra_state_of_modules(model),
+        TIED: _tied_in_module(model),
+    }
     rank_state: dict[str, Any] = {"rng": capture_rng()}
     if optimizer is not None:
         state = optimizer.state_dict()
@@ -130,7 +134,7 @@ def load_modules(
     opened: list[Checkpoint] = []
     states: list[_OptimizerState] = []
     wanted: list[Shard] = []
-    known = [(MODEL, name) for name in _tied(model)]
+    known = [(MODEL, name) for name in _tied_in_module(model)]
     saved_extra: dict[str, Any] = {}
     unsaved: dict[str, Tensor] = {}  # masters that are to be made of the parameters
 
@@ -199,7 +203,7 @@ class _OptimizerState:
             elif kind == OPTIMIZER and name in numbers:
                 number = numbers[name]
                 known = optimizer.state.get(parameters[number], {}).get(key)
-                value = _room_for(full, entry, parameters[number], known)
+                value = _room_for_module_tensor(full, entry, parameters[number], known)
                 self._state.setdefault(number, {})[key] = value
                 self.shards.append(shard_of(OPTIMIZER, full, value))
         for rank in range(checkpoint.manifest.world_size):
@@ -225,7 +229,7 @@ class _OptimizerState:
         return groups
 
 
-def _room_for(name: str, entry: Entry, parameter: Tensor, known: object) -> Tensor:
+def _room_for_module_tensor(name: str, entry: Entry, parameter: Tensor, known: object) -> Tensor:
     """A tensor for a saved one: the optimizer's own, or a new one sharded like the parameter."""
     if isinstance(known, Tensor) and tuple(known.shape) == entry.shape:
         return empty_like(known, entry.dtype)
@@ -247,14 +251,14 @@ def _named_tensors(model: nn.Module) -> dict[str, Tensor]:
     return {_plain_name(model, name): tensor for name, tensor in pairs if id(tensor) in saved}
 
 
-def _tied(model: nn.Module) -> dict[str, str]:
+def _tied_in_module(model: nn.Module) -> dict[str, str]:
     """The names under which parameters and buffers are in the state dict besides, and the first name of each."""
     names = {id(tensor): name for name, tensor in _named_tensors(model).items()}
     keys = {_plain_name(model, key): names.get(id(value)) for key, value in model.state_dict(keep_vars=True).items()}
     return {key: name for key, name in keys.items() if name is not None and name != key}
 
 
-def _extra(model: nn.Module) -> dict[str, Any]:
+def _extra_state_of_modules(model: nn.Module) -> dict[str, Any]:
     """Extra state by name; the same on every rank."""
     values = model.state_dict(keep_vars=True)
     return {_plain_name(model, key): values[key] for key in _extra_keys(model)}
@@ -277,7 +281,9 @@ def _named_masters(model: nn.Module, masters: Mapping[Tensor, Tensor] | None) ->
                 f"masters: one of shape {list(master.shape)} is that of a tensor that is no parameter of the model"
             )
         elif master.shape != parameter.shape or isinstance(master, DTensor) != isinstance(parameter, DTensor):
-            wrong.append(f"masters: {name}: expected what the parameter is, {_form(parameter)}, found {_form(master)}")
+            wrong.append(
+                f"masters: {name}: expected what the parameter is, {_tensor_form(parameter)}, found {_tensor_form(master)}"
+            )
         else:
             found[name] = master
     if wrong:
@@ -285,7 +291,7 @@ def _named_masters(model: nn.Module, masters: Mapping[Tensor, Tensor] | None) ->
     return found
 
 
-def _form(tensor: Tensor) -> str:
+def _tensor_form(tensor: Tensor) -> str:
     return f"a {type(tensor).__name__} of shape {list(tensor.shape)}"
 
 

@@ -25,7 +25,7 @@ from torch import Tensor
 from smpc.checkpoint.folder.folders import check_whole
 from smpc.checkpoint.format.content import VALUES, Advance, Shard
 from smpc.checkpoint.format.dtypes import byte_view, num_bytes
-from smpc.checkpoint.format.manifest import Entry, Manifest, Piece
+from smpc.checkpoint.format.manifest import Entry, Manifest, ManifestPiece
 from smpc.checkpoint.format.plain_json import rebuild
 from smpc.checkpoint.format.regions import Box
 from smpc.checkpoint.format.regular import open_regular, printable, read_regular
@@ -99,7 +99,7 @@ class Checkpoint:
         path = os.path.join(self.folder, file)
         data = read_regular(path, self.manifest.files[file].size)
         if zlib.crc32(data) != self.manifest.files[file].checksum:
-            raise _damaged(path)
+            raise _damaged_when_read(path)
         try:
             return pickle.loads(data)
         except Exception as error:  # whatever the user's classes raise
@@ -157,7 +157,7 @@ class Checkpoint:
             count = min(self.manifest.block_size, size - start)
             checksum = zlib.crc32(self._pread(name, start, memoryview(bytearray(count))), checksum)
         if checksum != file.checksum or os.fstat(self._descriptor(name)).st_size != file.size:
-            raise _damaged(path)
+            raise _damaged_when_read(path)
         return size
 
     # --------------------------------------------------------------------------------------------------------------------
@@ -171,7 +171,7 @@ class Checkpoint:
     def _tree(self, values: Any, prefix: str) -> Any:
         return rebuild(values, lambda name: self.read(VALUES, f"{prefix}{name}"))
 
-    def _copy(self, entry: Entry, piece: Piece, common: Box, target: Tensor) -> None:
+    def _copy(self, entry: Entry, piece: ManifestPiece, common: Box, target: Tensor) -> None:
         """Copy a box of a piece into `target`, which has its shape."""
         inner = Box((0,) * len(piece.shape), piece.shape)
         place = Box(tuple(a - b for a, b in zip(common.offsets, piece.offsets, strict=True)), common.shape)
@@ -181,11 +181,11 @@ class Checkpoint:
         whole_rows = place.shape[1:] == inner.shape[1:]
         if whole_rows and target.is_contiguous() and target.device.type == "cpu" and target.dtype == entry.dtype:
             view = byte_view(target)
-            self._stream(entry, piece, start, end, lambda at, data: _place(view, at, data), view)
+            self._stream(entry, piece, start, end, lambda at, data: _place_read_data(view, at, data), view)
             return
         self._copy_rows(entry, piece, place, target, row)
 
-    def _copy_rows(self, entry: Entry, piece: Piece, place: Box, target: Tensor, row: int) -> None:
+    def _copy_rows(self, entry: Entry, piece: ManifestPiece, place: Box, target: Tensor, row: int) -> None:
         """As `_copy`, through a buffer of a few whole rows."""
         first, count = (place.offsets[0], place.shape[0]) if piece.shape else (0, 1)
         columns = place.within(Box((0,) * len(piece.shape), piece.shape))[1:]
@@ -211,7 +211,7 @@ class Checkpoint:
     def _stream(
         self,
         entry: Entry,
-        piece: Piece,
+        piece: ManifestPiece,
         start: int,
         end: int,
         take: Callable[[int, memoryview], None],
@@ -232,12 +232,14 @@ class Checkpoint:
             from_, to = max(low, start), min(high, end)
             take(from_ - start, block[from_ - low : to - low])
 
-    def _block(self, entry: Entry, piece: Piece, index: int, into: memoryview | None = None) -> memoryview:
+    def _block(self, entry: Entry, piece: ManifestPiece, index: int, into: memoryview | None = None) -> memoryview:
         size = self.manifest.block_size
         length = min(size, num_bytes(piece.shape, entry.dtype) - index * size)
         data = self._pread(piece.file, piece.begin + index * size, into or memoryview(bytearray(length)))
         if zlib.crc32(data) != piece.checksums[index]:
-            raise _damaged(os.path.join(self.folder, piece.file), f", in {entry.kind} {printable(entry.name)}")
+            raise _damaged_when_read(
+                os.path.join(self.folder, piece.file), f", in {entry.kind} {printable(entry.name)}"
+            )
         return data
 
     def _pread(self, name: str, position: int, into: memoryview) -> memoryview:
@@ -288,9 +290,9 @@ def verify(
     return list(dict.fromkeys(damaged))
 
 
-def _place(view: memoryview, at: int, data: memoryview) -> None:
+def _place_read_data(view: memoryview, at: int, data: memoryview) -> None:
     view[at : at + len(data)] = data
 
 
-def _damaged(path: str, where: str = "") -> CheckpointError:
+def _damaged_when_read(path: str, where: str = "") -> CheckpointError:
     return CheckpointError(f"{path}: damaged{where}: its bytes do not have the checksum that the manifest says")

@@ -26,7 +26,15 @@ from smpc.checkpoint.channel import Channel, together
 from smpc.checkpoint.folder.folders import Draft, Root, check_keep, write_new
 from smpc.checkpoint.format.content import VALUES, Advance, Content, Shard
 from smpc.checkpoint.format.dtypes import dtype_name, dtype_of, num_bytes
-from smpc.checkpoint.format.manifest import BLOCK_SIZE, NAME, Entry, File, Manifest, Piece, is_plain_name
+from smpc.checkpoint.format.manifest import (
+    BLOCK_SIZE,
+    NAME,
+    Entry,
+    File,
+    Manifest,
+    ManifestPiece,
+    is_plain_name,
+)
 from smpc.checkpoint.format.plain_json import flatten
 from smpc.checkpoint.format.regions import Box, find_gap
 from smpc.checkpoint.format.regular import printable
@@ -120,7 +128,7 @@ class Saving:
         tags = sorted({answer["tag"] for answer in answers})
         if len(tags) > 1:
             raise CheckpointError(f"tag: expected the same on every rank, found {', '.join(tags)}")
-        held = [[_described(values) for values in answer["shards"]] for answer in answers]
+        held = [[_described_to_save(values) for values in answer["shards"]] for answer in answers]
         _check_shards(held)
         self._survey = choose_writers(held)
         own = dict(zip(held[self._channel.rank], self._held, strict=True))
@@ -186,13 +194,13 @@ class Saving:
                 warnings.warn(f"old checkpoints are not removed: {error}", stacklevel=2)
 
     def _entries(self, answers: Sequence[Any]) -> dict[tuple[str, str], Entry]:
-        found: dict[tuple[str, str], tuple[str, tuple[int, ...], list[Piece]]] = {}
+        found: dict[tuple[str, str], tuple[str, tuple[int, ...], list[ManifestPiece]]] = {}
         for described, answer in zip(self._survey, answers, strict=True):
             for (kind, name, dtype, shape, whole, offsets), (file, begin, sums) in zip(
                 described, answer["pieces"], strict=True
             ):
                 pieces = found.setdefault((kind, name), (dtype, whole, []))[2]
-                pieces.append(Piece(file, begin, offsets, shape, tuple(sums)))
+                pieces.append(ManifestPiece(file, begin, offsets, shape, tuple(sums)))
         return {
             (kind, name): Entry(kind, name, dtype_of(dtype), whole, tuple(sorted(pieces, key=lambda p: p.offsets)))
             for (kind, name), (dtype, whole, pieces) in found.items()
@@ -216,10 +224,10 @@ def choose_writers(held: Sequence[Sequence[Described]]) -> list[list[Described]]
             holders.setdefault(described, []).append(rank)
     load = [0] * len(held)
     chosen: dict[Described, int] = {}
-    order = sorted(holders.items(), key=lambda item: (len(item[1]) > 1, -_bytes(item[0]), item[0]))
+    order = sorted(holders.items(), key=lambda item: (len(item[1]) > 1, -_bytes_to_save(item[0]), item[0]))
     for described, ranks in order:
         chosen[described] = min(ranks, key=lambda rank: (load[rank], rank))
-        load[chosen[described]] += _bytes(described)
+        load[chosen[described]] += _bytes_to_save(described)
     return [[described for described in shards if chosen[described] == rank] for rank, shards in enumerate(held)]
 
 
@@ -280,12 +288,12 @@ def _check_shards(held: Sequence[Sequence[Described]]) -> None:
         raise CheckpointError("\n".join(wrong))
 
 
-def _described(values: Sequence[Any]) -> Described:
+def _described_to_save(values: Sequence[Any]) -> Described:
     kind, name, dtype, shape, whole, offsets = values
     return kind, name, dtype, tuple(shape), tuple(whole), tuple(offsets)
 
 
-def _bytes(described: Described) -> int:
+def _bytes_to_save(described: Described) -> int:
     return num_bytes(described[3], dtype_of(described[2]))
 
 

@@ -112,13 +112,13 @@ def held(shards: Sequence[Shard]) -> Tensor | None:
 def asked_by_torch() -> Purpose | None:
     """Why torch.distributed.checkpoint calls the caller, if it does: for a blocking save, or for a load."""
     frame: FrameType | None = sys._getframe(2)
-    purpose = {_SAVER: Purpose.SAVE, _LOADER: Purpose.LOAD}.get(_module(frame))
-    while frame is not None and _module(frame).startswith(_PACKAGE):
+    purpose = {_SAVER: Purpose.SAVE, _LOADER: Purpose.LOAD}.get(_stateful_module(frame))
+    while frame is not None and _stateful_module(frame).startswith(_PACKAGE):
         if frame.f_code.co_name == "async_save":
             return None
         frame = frame.f_back
     return purpose
 
 
-def _module(frame: FrameType | None) -> str:
+def _stateful_module(frame: FrameType | None) -> str:
     return "" if frame is None else str(frame.f_globals.get("__name__"))

@@ -59,11 +59,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit status. `arguments`: None for the process's own, which then ends here."""
     status = _exit_status(arguments)
     if arguments is None:
-        _end(status)
+        _end_of_app(status)
     return status
 
 
-def _end(status: int) -> None:
+def _end_of_app(status: int) -> None:
     """End the process: threads are waited for, functions of `atexit` called, and open files written, as Python does; the rest is dropped.
 
     Temporary files are removed, too. Python would take all modules apart: with torch and transformers that is a second, a sixth of the

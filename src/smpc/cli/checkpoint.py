@@ -337,7 +337,13 @@ def _show_source(path: str, source: Source, tensors: bool) -> None:
 
     if tensors:
         rows = [
-            (printable(i.kind), printable(i.name), _dtype_text(i.dtype), _shape(i.shape), format_bytes(i.num_bytes))
+            (
+                printable(i.kind),
+                printable(i.name),
+                _dtype_text(i.dtype),
+                _shape_of_checkpoint_tensor(i.shape),
+                format_bytes(i.num_bytes),
+            )
             for i in source.items
         ]
         headers: tuple[str, ...] = ("Kind", "Name", "Dtype", "Shape", "Size")
@@ -353,11 +359,11 @@ def _show_source(path: str, source: Source, tensors: bool) -> None:
             )
         headers = ("Kind", "Tensors", "Dtypes", "Size")
         _print_table(path, TextTable(headers, tuple(summary), left=("Kind", "Dtypes")))
-    for line in _notes(source):
+    for line in _notes_of_checkpoint(source):
         typer.echo(line)
 
 
-def _notes(source: Source) -> list[str]:
+def _notes_of_checkpoint(source: Source) -> list[str]:
     """The contents beside tensors."""
     from smpc.checkpoint.folder.folders import same_name
     from smpc.checkpoint.format.plain_json import rebuild
@@ -386,7 +392,9 @@ class _Described:
 
         entry = checkpoint.entries.get((VALUES, name))
         self._text = (
-            "a tensor that is missing" if entry is None else f"{_dtype_text(entry.dtype)} {_shape(entry.shape)}"
+            "a tensor that is missing"
+            if entry is None
+            else f"{_dtype_text(entry.dtype)} {_shape_of_checkpoint_tensor(entry.shape)}"
         )
 
     def __repr__(self) -> str:
@@ -495,7 +503,7 @@ def _dtype_text(dtype: Any) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def _shape(shape: tuple[int, ...]) -> str:
+def _shape_of_checkpoint_tensor(shape: tuple[int, ...]) -> str:
     return "x".join(map(str, shape)) or "scalar"
 
 

@@ -71,9 +71,9 @@ def compile_command(
         given = _for_search(target, auto, world_size, given, {"config": config is not None, "verify": verify})
         given |= {} if effort is None else {"effort": effort}
     else:
-        settings = _settings(config, given)
+        settings = _compile_settings(config, given)
         _check_names(target, settings, given)
-        options = _options(settings, given, is_script=config is not None)
+        options = _compile_options(settings, given, is_script=config is not None)
     specs = parse_inputs(inputs or [], MAX_MICROBATCHES if settings is None else settings.microbatches)
     folder = None if out is None else _writable_folder(out)
     if plot is not None:
@@ -85,7 +85,7 @@ def compile_command(
         compilation, verified, options = _compile_target(target, specs, settings, options, verify=verify)
     if plot is not None:
         _write_plot(compilation, plot)
-    outlook = _outlook(compilation, options) if folder is not None or not json_only else None
+    outlook = _outlook_of_compile(compilation, options) if folder is not None or not json_only else None
     if folder is not None:
         _write_files(compilation, folder, found, outlook)
     _print_plan(compilation, found, outlook, json_only=json_only)
@@ -111,7 +111,7 @@ def _print_plan(compilation: Compilation, found: Search | None, outlook: Outlook
         print(f"\n{text}", end="")
 
 
-def _outlook(compilation: Compilation, options: PipelineOptions | None) -> Outlook | None:
+def _outlook_of_compile(compilation: Compilation, options: PipelineOptions | None) -> Outlook | None:
     """How the time of a step is spent, and what other settings would gain; None for the result of a search."""
     from smpc.report.advice import outlook
 
@@ -181,7 +181,7 @@ def _compile_target(
             show("Verifying the programs")
             verified = _verify_target(target, specs, (model, sample_inputs), settings, options, compilation)
     for line in plan_warnings(compilation.plan):
-        _warn(line)
+        _warn_of_compile(line)
     return compilation, verified, options
 
 
@@ -274,7 +274,7 @@ def _for_search(
     return {**given, "device": devices[0], "world_size": world_size}
 
 
-def _options(settings: Config, given: dict[str, Any], *, is_script: bool) -> PipelineOptions:
+def _compile_options(settings: Config, given: dict[str, Any], *, is_script: bool) -> PipelineOptions:
     """The settings, overridden by the given options; planned for the optimizer that a script with these settings has.
 
     `is_script`: they are a script's, whose weight of memory is the configuration's, also by default.
@@ -299,7 +299,7 @@ def _is_half(settings: Config) -> bool:
     return bool(settings.fp16 or settings.bf16)
 
 
-def _settings(path: str | None, given: dict[str, Any]) -> Config:
+def _compile_settings(path: str | None, given: dict[str, Any]) -> Config:
     """The settings of the file, if any, overridden by the options that are given; warnings go to stderr, a line each."""
     flags = {name: value for name, value in given.items() if opt.is_setting(name)}
     if "fully_shard" in flags:
@@ -314,11 +314,11 @@ def _settings(path: str | None, given: dict[str, Any]) -> Config:
         warnings.simplefilter("always")
         settings = Config.from_file(path, overrides=flags) if path else Config.parse(flags, origin="command line")
     for warning in caught:
-        _warn(str(warning.message))
+        _warn_of_compile(str(warning.message))
     return settings
 
 
-def _warn(text: str) -> None:
+def _warn_of_compile(text: str) -> None:
     for line in clear_lines(text):
         print(f"smpc: warning: {line}", file=sys.stderr)
 

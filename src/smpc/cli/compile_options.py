@@ -25,7 +25,10 @@ def takes_flags(command: F) -> F:
     kinds = inspect.Parameter
     shown = inspect.signature(command, eval_str=True)
     target, *own = (p for p in shown.parameters.values() if p.kind is not kinds.VAR_KEYWORD)
-    found = [kinds(name, kinds.KEYWORD_ONLY, default=_unset(name), annotation=_option(name)) for name in FLAGS]
+    found = [
+        kinds(name, kinds.KEYWORD_ONLY, default=_unset_compile_option(name), annotation=_compile_option(name))
+        for name in FLAGS
+    ]
     vars(command)["__signature__"] = inspect.Signature([target, *found, *own])
     command.__annotations__ = {p.name: p.annotation for p in (target, *found, *own)}
     return command
@@ -33,7 +36,7 @@ def takes_flags(command: F) -> F:
 
 def given(flags: Mapping[str, Any]) -> dict[str, Any]:
     """The flags that the user has set, in the order in which they are declared."""
-    return {name: flags[name] for name in FLAGS if flags[name] not in (None, [], _unset(name))}
+    return {name: flags[name] for name in FLAGS if flags[name] not in (None, [], _unset_compile_option(name))}
 
 
 def is_setting(name: str) -> bool:
@@ -41,7 +44,7 @@ def is_setting(name: str) -> bool:
     return name in KEYS and not FLAGS[name][1].is_apart
 
 
-def _option(name: str) -> Any:
+def _compile_option(name: str) -> Any:
     """The type that typer shows and parses."""
     _, flag = FLAGS[name]
     kind: Any = next((kind for kind in (bool, int, float) if _TYPES[name].startswith(kind.__name__)), str)
@@ -51,7 +54,7 @@ def _option(name: str) -> Any:
     return Annotated[shape, typer.Option(*names, metavar=flag.metavar or None, help=flag.help)]
 
 
-def _unset(name: str) -> Any:
+def _unset_compile_option(name: str) -> Any:
     """The value for an option that the user does not give: the default if the help shows it."""
     return _DEFAULTS[name] if FLAGS[name][1].shows_default or _TYPES[name] == "bool" else None
 

@@ -26,7 +26,7 @@ _REMEDY = "write it again with `smpc compile ... --out DIR`"
 
 def load_plan(name: str) -> Plan:
     """The plan of a file, or of a folder that holds plan.json."""
-    text = _read(name)
+    text = _read_plan(name)
     data = parse_json(text, repr(name))
     if "stages" not in data or "fingerprint" not in data:
         raise ConfigError(f"{name!r}: expected a plan as `smpc compile` writes it, found other JSON")
@@ -40,13 +40,13 @@ def load_plan(name: str) -> Plan:
         plan = Plan.from_json(text)
     except (ValueError, TypeError) as error:
         raise ConfigError(f"{name!r}: {printable(str(error))}; {_REMEDY}") from error
-    problem = next(_problems(plan), None)
+    problem = next(_plan_problems(plan), None)
     if problem is not None:
         raise ConfigError(f"{name!r}: {problem}; {_REMEDY}")
     return plan
 
 
-def _read(name: str) -> str:
+def _read_plan(name: str) -> str:
     path = os.path.join(name, "plan.json") if os.path.isdir(name) else name
     return read_text(path, repr(path), most=MAX_PLAN_BYTES)
 
@@ -65,7 +65,7 @@ def _check_types(name: str, data: dict[str, Any]) -> None:
         raise ConfigError(f"{name!r}: {printable(where)}: {printable(first['msg'])}; {_REMEDY}") from error
 
 
-def _problems(plan: Plan) -> Iterator[str]:
+def _plan_problems(plan: Plan) -> Iterator[str]:
     """The errors of a plan whose fields have the right types."""
     from smpc.partitioner.graph.plan import INPUTS
 
@@ -81,28 +81,28 @@ def _problems(plan: Plan) -> Iterator[str]:
             yield f"stages.{index}: expected a rank from 0 to {num_ranks - 1}, found {stage.rank}"
         if not 0 <= stage.num_in_flight <= MAX_MICROBATCHES:
             yield f"stages.{index}: expected 0 to {MAX_MICROBATCHES} microbatches in flight, found {stage.num_in_flight}"
-        yield from _sizes(f"stages.{index}", stage)
+        yield from _wrong_sizes_in_plan(f"stages.{index}", stage)
     used = {stage.rank for stage in plan.stages}
     if len(used) < num_ranks:
         yield f"expected a stage on each of {num_ranks} ranks, found stages on {len(used)}"
     for index, edge in enumerate(plan.edges):
         if not INPUTS <= edge.source < edge.destination < num_stages:
             yield f"edges.{index}: expected an edge to a later stage, found {edge.source} to {edge.destination}"
-        yield from _sizes(f"edges.{index}", edge)
+        yield from _wrong_sizes_in_plan(f"edges.{index}", edge)
     for shared in plan.shared_parameters:
         if not all(0 <= stage < num_stages for stage in shared.stages):
             yield f"shared_parameters: expected stages from 0 to {num_stages - 1}, found {shown(shared.stages)}"
-    yield from _sizes("objective", plan.objective)
+    yield from _wrong_sizes_in_plan("objective", plan.objective)
     if schedule.num_microbatches < 1 or schedule.active_microbatches < 1:
         yield "schedule: expected at least one microbatch"
     if violation := size_violation(num_stages, schedule.num_microbatches, searched=schedule.name == "list"):
         yield f"schedule: {violation}"
     if not schedule.link_bandwidth >= _LEAST_BANDWIDTH:
         yield f"schedule: expected a link of at least {_LEAST_BANDWIDTH:g} bytes/s, found {schedule.link_bandwidth}"
-    yield from _sizes("schedule", schedule)
+    yield from _wrong_sizes_in_plan("schedule", schedule)
 
 
-def _sizes(where: str, part: Any) -> Iterator[str]:
+def _wrong_sizes_in_plan(where: str, part: Any) -> Iterator[str]:
     """Numbers of a part that are none of a plan; what is at the peak beyond the rest may be less than nothing."""
     for field in dataclasses.fields(part):
         value = getattr(part, field.name)

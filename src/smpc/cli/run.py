@@ -341,11 +341,11 @@ def _finish_observing(options: ObserveOptions, window: Window, folder: Path) -> 
     path = folder / _PLAN
     plan = Plan.from_json(path.read_text(encoding="utf-8")) if path.exists() else None
     if not any(record.steps for record in records):
-        _say(_why_nothing_recorded(records, window))
+        _say_of_run(_why_nothing_recorded(records, window))
         return
     if options.trace is not None:
         _write_trace(plan, records, folder)
-        _say(f"wrote {folder / TRACE}; open it in https://ui.perfetto.dev")
+        _say_of_run(f"wrote {folder / TRACE}; open it in https://ui.perfetto.dev")
     if options.report or options.report_to is not None:
         _write_report(options, plan, records)
 
@@ -377,7 +377,7 @@ def _write_report(options: ObserveOptions, plan: Plan | None, records: Sequence[
         try:
             Path(options.report_to).write_text(data if options.report_to.endswith(".json") else text, encoding="utf-8")
         except OSError as error:
-            _say(f"cannot write the report to {options.report_to!r}: {error.strerror}")
+            _say_of_run(f"cannot write the report to {options.report_to!r}: {error.strerror}")
 
 
 def _why_nothing_recorded(records: Sequence[RankRecord], window: Window) -> str:
@@ -391,5 +391,5 @@ def _why_nothing_recorded(records: Sequence[RankRecord], window: Window) -> str:
     return f"nothing was recorded: the ranks ran {ran} steps, steps {window} were to be recorded; see --trace-steps"
 
 
-def _say(text: str) -> None:
+def _say_of_run(text: str) -> None:
     print(f"smpc: {text}", file=sys.stderr)

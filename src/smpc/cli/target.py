@@ -296,7 +296,7 @@ def check_names(specs: Sequence[InputSpec], model: nn.Module) -> None:
     violations = []
     for name in given:
         if name not in known and not takes_any:
-            hint = _closest(name, known)
+            hint = _closest_target_name(name, known)
             takes = ", ".join(known) or "no named inputs"
             violations.append(
                 f"--input {name}: {type(model).__name__}.forward has no input {name!r}{hint}; it takes {takes}"
@@ -319,7 +319,7 @@ def _parsed_input(text: str) -> InputSpec:
         raise ConfigError(f"expected {FORM}")
     dtype = getattr(torch, match["dtype"], None)
     if not isinstance(dtype, torch.dtype) or not _can_be_made(dtype):
-        hint = _closest(match["dtype"][:100], _COMMON_DTYPES)
+        hint = _closest_target_name(match["dtype"][:100], _COMMON_DTYPES)
         raise ConfigError(f"unknown dtype {shown(match['dtype'])}{hint}; expected one of {', '.join(_COMMON_DTYPES)}")
     sizes = [size.strip() for size in match["shape"].split(",")] if match["shape"].strip() else []
     if len(sizes) > _MOST_DIMENSIONS:
@@ -346,7 +346,7 @@ def _is_transformers(model: nn.Module) -> bool:
     return any(cls.__module__.startswith("transformers.") for cls in type(model).__mro__)
 
 
-def _closest(name: str, known: Sequence[str]) -> str:
+def _closest_target_name(name: str, known: Sequence[str]) -> str:
     matches = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
     return f"; did you mean {matches[0]!r}?" if matches else ""
 
@@ -381,7 +381,7 @@ def load_config_model(path: Path, *, real: bool = False) -> nn.Module:
         import transformers
     except ImportError:
         raise ConfigError(f"{path}: a Hugging Face config needs transformers: pip install 'smpc[hf]'") from None
-    with _silenced(transformers):
+    with _silenced_target(transformers):
         _import_models()
         model = _model_of_config(path, fields, transformers, "meta")
         if real:
@@ -444,24 +444,24 @@ def _check_sizes(path: str, fields: dict[str, Any]) -> None:
     for name, value in fields.items():
         layers, many = _LAYERS.search(name), _MANY.search(name)
         most = _MOST_LAYERS if layers else _MOST_PARTS if many else MAX_BYTES
-        for item in _leaves(value):
+        for item in _leaves_of_target_lists(value):
             if isinstance(item, dict):
                 _check_sizes(path, item)
             elif isinstance(item, (int, float)) and not -most <= item <= most and item not in _UNBOUNDED:
                 raise ConfigError(f"{printable(path)}: {shown(name)}: expected at most {most}, found {shown(item)}")
 
 
-def _leaves(value: Any) -> Iterator[Any]:
+def _leaves_of_target_lists(value: Any) -> Iterator[Any]:
     """The leaves of nested lists; the value itself if it is not a list."""
     if isinstance(value, list):
         for item in value:
-            yield from _leaves(item)
+            yield from _leaves_of_target_lists(item)
     else:
         yield value
 
 
 @contextlib.contextmanager
-def _silenced(transformers: Any) -> Iterator[None]:
+def _silenced_target(transformers: Any) -> Iterator[None]:
     """Without what transformers logs and warns of: what is wrong is in the error, the rest is about running the model."""
     before = transformers.logging.get_verbosity()
     transformers.logging.set_verbosity(transformers.logging.CRITICAL)

@@ -76,13 +76,13 @@ def simulate_command(
         return
     console = stdout_console()
     print_report(after, plan_timeline(after), console)
-    rows = (_prediction("plan", before), _prediction("here", after))
+    rows = (_prediction_of_written_plan("plan", before), _prediction_of_written_plan("here", after))
     headers = ("", "Schedule", "Step", "Per microbatch", "Bubble", "Peak memory")
     console.print(Text())
     console.print(text_table(TextTable(headers, rows, left=("", "Schedule")), console.width))
 
 
-def _prediction(label: str, plan: Plan) -> tuple[str, ...]:
+def _prediction_of_written_plan(label: str, plan: Plan) -> tuple[str, ...]:
     """A row of the table: what is predicted of a plan."""
     from smpc.report.format import count, format_bytes, format_time, schedule_name
     from smpc.report.memory import memory_curves

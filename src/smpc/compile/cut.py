@@ -83,7 +83,7 @@ class Cut:
             if not self.is_kept:
                 check_peaks(plan, options.rank_limits)
                 if options.manual is not None:
-                    _check_not_split(plan)
+                    _check_cut_keeps_checkpoints_whole(plan)
         moves = options.offload_activations
         return dataclasses.replace(
             plan,
@@ -289,7 +289,7 @@ def _with_memory_of(plan: Plan, other: Plan) -> Plan:
     )
 
 
-def _check_not_split(plan: Plan) -> None:
+def _check_cut_keeps_checkpoints_whole(plan: Plan) -> None:
     """PartitionError if a partition by hand cuts through a checkpointed module."""
     wrong = [
         f"{name or 'the model'} lies on stages {', '.join(map(str, stages))}" for name, stages in plan.split_checkpoints

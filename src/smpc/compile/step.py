@@ -46,7 +46,7 @@ from smpc.partitioner.costs.collectives import Kind, collective_time
 from smpc.partitioner.costs.cost import collective_times, useful_times
 from smpc.partitioner.costs.device import Device, Group, Kernels
 from smpc.partitioner.graph.plan import Plan, Stage
-from smpc.partitioner.graph.recompute import depths, requested_regions
+from smpc.partitioner.graph.recompute import recompute_depths, requested_regions
 from smpc.tracer.ir import NodeKind, Trace
 
 _NUMBERED = re.compile(r"(?:[^.]+\.)*?\d+(?=\.|$)")  # `transformer.h.0` of `transformer.h.0.mlp.1`
@@ -62,7 +62,7 @@ class Sharding(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Around:
+class StepSurroundings:
     """What a pipeline's ranks lie in: the devices of its ranks, the groups that share operations, and replicas.
 
     `replicas` have the same parameters; those of a group of `context` share sequences.
@@ -76,7 +76,7 @@ class Around:
     context: Group = field(default_factory=lambda: Group(1, 1))
 
     @classmethod
-    def of(cls, options: PipelineOptions) -> Around:
+    def of(cls, options: PipelineOptions) -> StepSurroundings:
         """As the options say, with replicas far apart and tensor-parallel ranks on neighbours."""
         pipeline, tensor = options.pipeline_parallel_degree, options.tensor_parallel_degree
         context = options.context_parallel_degree
@@ -88,7 +88,7 @@ class Around:
         )
 
     @classmethod
-    def on(cls, mesh: Mesh, devices: Sequence[Device], sharding: Sharding) -> Around:
+    def on(cls, mesh: Mesh, devices: Sequence[Device], sharding: Sharding) -> StepSurroundings:
         """The groups of a mesh."""
         tensor, replicas = Group.of(mesh, Axis.TP, devices[0]), Group.of(mesh, Axis.RDP, devices[0])
         return cls(tuple(devices), tensor, replicas, sharding, context=Group.of(mesh, Axis.CP, devices[0]))
@@ -155,7 +155,7 @@ class StepParts:
 
 
 def step_parts(
-    traced: Traced, plan: Plan, timeline: Timeline, around: Around, recompute: Sequence[str] = ()
+    traced: Traced, plan: Plan, timeline: Timeline, around: StepSurroundings, recompute: Sequence[str] = ()
 ) -> StepParts:
     """The parts of a plan's step."""
     microbatches, num_ranks = plan.schedule.num_microbatches, plan.pipeline_parallel_degree
@@ -163,14 +163,14 @@ def step_parts(
     ends = rank_ends(plan, timeline, around, units)
     pipeline = timeline.makespan
     busy = sum(timeline.busy) / num_ranks
-    shares = (microbatches * seconds / num_ranks for seconds in _exchanged(traced, around, recompute))
+    shares = (microbatches * seconds / num_ranks for seconds in _exchange_seconds_of_step(traced, around, recompute))
     tensor, expert, context = shares
     kernels = around.devices[0].kernels
-    inside = min(busy, microbatches * _executed(plan, timeline, kernels) / num_ranks)
+    inside = min(busy, microbatches * _executor_seconds_of_step(plan, timeline, kernels) / num_ranks)
     num_devices = num_ranks * around.tensor.size * around.replicas.size
     slowdown = around.devices[0].slowdown(num_devices)
     useful = microbatches * float(useful_times(traced.trace, around.devices[0]).sum()) / num_ranks
-    amount, unit = _amount(traced.trace)
+    amount, unit = _amount_in_step(traced.trace)
     return StepParts(
         max(0.0, busy - inside - tensor - expert - context),
         pipeline - busy - timeline.stalled,
@@ -199,7 +199,7 @@ class Ends:
     gathered: float
 
 
-def rank_ends(plan: Plan, timeline: Timeline, around: Around, units: Sequence[int] = ()) -> Ends:
+def rank_ends(plan: Plan, timeline: Timeline, around: StepSurroundings, units: Sequence[int] = ()) -> Ends:
     """What follows the forwards and backwards of each rank. `units`: see `_unit_bytes`."""
     by_rank: list[list[Stage]] = [[] for _ in range(plan.pipeline_parallel_degree)]
     for stage in plan.stages:
@@ -214,22 +214,22 @@ def rank_ends(plan: Plan, timeline: Timeline, around: Around, units: Sequence[in
         free = 0.0
         for stage in sorted(stages, key=lambda stage: (last[stage.index].end, stage.index)):
             whole, bucket = _reduce_times(stage, around, device, units)
-            first = last[stage.index].end if _waits(around, device) else last[stage.index].start
+            first = last[stage.index].end if _step_waits(around, device) else last[stage.index].start
             free = max(last[stage.index].end + bucket, max(first, free) + whole)
         summed.append(max(end, free) if around.replicas.size > 1 else end)
         traffic = sum(_optimizer_traffic(stage, around) for stage in stages)
         updated.append(device.kernels.memory_time(traffic, device.memory_bandwidth) / device.kernels.optimizer)
-        gathered.append(_gathered(stages, around, device, units))
+        gathered.append(_gather_seconds_of_step(stages, around, device, units))
     return Ends(tuple(summed), tuple(updated), max(gathered))
 
 
-def _executed(plan: Plan, timeline: Timeline, kernels: Kernels) -> float:
+def _executor_seconds_of_step(plan: Plan, timeline: Timeline, kernels: Kernels) -> float:
     """Seconds of the executor in one microbatch's forwards and backwards, over all stages."""
     split = {event.action.stage for event in timeline.events if event.action.op is Op.WEIGHT}
     return sum(2 * kernels.action + (stage.split_time if stage.index in split else 0.0) for stage in plan.stages)
 
 
-def _unit_bytes(trace: Trace, around: Around) -> tuple[int, ...]:
+def _unit_bytes(trace: Trace, around: StepSurroundings) -> tuple[int, ...]:
     """Bytes of the parameters of each unit of a model that runs as it is with its parameters in parts: the outermost numbered modules
     and, last, the model itself. Empty for others.
     """
@@ -250,32 +250,34 @@ def _unit_bytes(trace: Trace, around: Around) -> tuple[int, ...]:
     return *found.values(), own
 
 
-def _waits(around: Around, device: Device) -> bool:
+def _step_waits(around: StepSurroundings, device: Device) -> bool:
     """Whether a rank does nothing else while parameters are gathered and gradients summed."""
     return around.sharding is Sharding.FULL and device.transport == "gloo"
 
 
-def _in_units(kind: Kind, num_bytes: float, around: Around, device: Device, units: Sequence[int]) -> float:
+def _in_units(kind: Kind, num_bytes: float, around: StepSurroundings, device: Device, units: Sequence[int]) -> float:
     """Seconds of collectives of so many bytes: of one, or of one for each unit, by its part of the bytes of all."""
     whole = sum(units)
     sizes = [num_bytes * unit / whole for unit in units] if whole else [num_bytes]
     return sum(collective_time(kind, size, around.replicas, device) for size in sizes)
 
 
-def _reduce_times(stage: Stage, around: Around, device: Device, units: Sequence[int]) -> tuple[float, float]:
+def _reduce_times(stage: Stage, around: StepSurroundings, device: Device, units: Sequence[int]) -> tuple[float, float]:
     """Seconds to sum a stage's gradients over the replicas: all, and one bucket."""
     kind = Kind.REDUCE_SCATTER if around.sharding is Sharding.FULL else Kind.ALL_REDUCE
     whole = _in_units(kind, stage.gradient_bytes, around, device, units)
     return whole, collective_time(kind, min(stage.gradient_bytes, BUCKET_BYTES), around.replicas, device)
 
 
-def _gathered(stages: Sequence[Stage], around: Around, device: Device, units: Sequence[int]) -> float:
+def _gather_seconds_of_step(
+    stages: Sequence[Stage], around: StepSurroundings, device: Device, units: Sequence[int]
+) -> float:
     """Seconds of a rank's gathers of parameters that no computation hides."""
     if around.sharding is Sharding.NONE:
         return 0.0
     held = sum(stage.parameter_bytes for stage in stages)
     whole = _in_units(Kind.ALL_GATHER, _whole_bytes(held, around), around, device, units)
-    if around.sharding is Sharding.STATE or _waits(around, device):
+    if around.sharding is Sharding.STATE or _step_waits(around, device):
         return whole
     hidden = sum(
         stage.forward_time for stage in stages
@@ -284,14 +286,14 @@ def _gathered(stages: Sequence[Stage], around: Around, device: Device, units: Se
     return max(first, whole - hidden)
 
 
-def _whole_bytes(parameter_bytes: int, around: Around) -> float:
+def _whole_bytes(parameter_bytes: int, around: StepSurroundings) -> float:
     """Bytes of the whole parameters of a stage; one whose parameters are in parts has its part beside them."""
     if around.sharding is not Sharding.FULL:
         return parameter_bytes
     return parameter_bytes * around.replicas.size / (around.replicas.size + 1)
 
 
-def _optimizer_traffic(stage: Stage, around: Around) -> float:
+def _optimizer_traffic(stage: Stage, around: StepSurroundings) -> float:
     """Bytes that the optimizer moves: gradients are read, parameters and state read and written; of each what the rank has of it."""
     size = around.replicas.size
     buckets = stage.gradient_bytes if size > 1 and around.sharding is not Sharding.FULL else 0
@@ -300,7 +302,9 @@ def _optimizer_traffic(stage: Stage, around: Around) -> float:
     return held / shards + 2 * max(0, stage.optimizer_bytes - buckets)
 
 
-def _exchanged(traced: Traced, around: Around, recompute: Sequence[str]) -> tuple[float, float, float]:
+def _exchange_seconds_of_step(
+    traced: Traced, around: StepSurroundings, recompute: Sequence[str]
+) -> tuple[float, float, float]:
     """Seconds of the collectives of one microbatch, over all stages: of tensor-parallel ranks, of experts, of context-parallel ranks.
 
     Those that are computed again count again, those that go on while an operation computes not at all.
@@ -310,7 +314,7 @@ def _exchanged(traced: Traced, around: Around, recompute: Sequence[str]) -> tupl
     context = () if traced.context is None else collectives_of(traced.context, traced.trace)
     if not sharded and not divided and not context:
         return 0.0, 0.0, 0.0
-    again = depths(requested_regions(traced.trace, tuple(recompute)).regions)
+    again = recompute_depths(requested_regions(traced.trace, tuple(recompute)).regions)
     reruns = np.zeros(len(traced.trace.nodes))
     for position, count in again.items():
         reruns[position] = count
@@ -323,7 +327,7 @@ def _exchanged(traced: Traced, around: Around, recompute: Sequence[str]) -> tupl
     return seconds[0], seconds[1], seconds[2]
 
 
-def _amount(trace: Trace) -> tuple[int, str]:
+def _amount_in_step(trace: Trace) -> tuple[int, str]:
     """What a microbatch has: tokens, where an input holds whole numbers in two dimensions; else samples."""
     specs = [node.spec for node in trace.nodes if node.kind is NodeKind.PLACEHOLDER and node.spec is not None]
     tokens = [spec.num_elements for spec in specs if len(spec.shape) == 2 and spec.dtype in ("int64", "int32")]

@@ -34,7 +34,7 @@ _ELSEWHERE = {
 }
 
 
-class Together:
+class ArgumentChecks:
     """Makes several checks, and raises what they found wrong as one error."""
 
     def __init__(self) -> None:
@@ -58,7 +58,7 @@ class Together:
 
 
 @dataclass(frozen=True, slots=True)
-class Training:
+class TrainingArguments:
     """How a run trains.
 
     `config`: None for replicas. `tensor`: None without slices. `scale`: of fp16's losses, as a ZeRO configuration has it, None without one.
@@ -119,7 +119,7 @@ class Training:
 class Arguments:
     """All of the Trainer's arguments that are not taken as they are. `places`: of the run's checkpoints, and of the one that is loaded."""
 
-    how: Training
+    how: TrainingArguments
     optimizer: torch.optim.Optimizer
     schedulers: tuple[torch.optim.lr_scheduler.LRScheduler, ...]
     callbacks: tuple[Callable[[Any], None], ...]
@@ -147,7 +147,7 @@ def check(given: Mapping[str, Any], others: Mapping[str, Any]) -> Arguments:
 
     Raises ConfigError, ConfigTypeError or ConfigUnsupportedError, with a line or more for each that cannot be.
     """
-    ok, loader = Together(), given["train_dataloader"]
+    ok, loader = ArgumentChecks(), given["train_dataloader"]
     ok(refuse_others, others)
     ok(check_kinds, given)
     ok(check_names, given)
@@ -202,7 +202,7 @@ def training_of(
     precision: str | None,
     microbatch_size: object,
     loader: object,
-) -> Training:
+) -> TrainingArguments:
     """Everything that says how to train, checked together; no process group is needed. `zero`: a DeepSpeed configuration."""
     kind = kind_of_device(device)
     size, is_automatic = microbatch_size_of(microbatch_size)
@@ -225,7 +225,7 @@ def training_of(
         config.degrees(*data_sizes(1 if tensor is None else tensor.tensor_parallel_degree))
         if tensor is not None:
             check_beside(config)
-    return Training(config, tensor, kind, precision_of(precision, kind), size, is_automatic, clipping, scale)
+    return TrainingArguments(config, tensor, kind, precision_of(precision, kind), size, is_automatic, clipping, scale)
 
 
 def check_kinds(given: Mapping[str, object]) -> None:

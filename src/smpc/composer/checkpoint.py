@@ -34,7 +34,7 @@ from smpc.checkpoint.folder.files import write_file
 from smpc.checkpoint.folder.folders import sync_folder
 from smpc.checkpoint.rng import capture_rng, restore_rng
 from smpc.checkpoint.torch_format.places import is_url
-from smpc.checkpoint.torch_format.writer import Writer
+from smpc.checkpoint.torch_format.writer import TorchFormatWriter
 from smpc.composer import storage
 from smpc.composer.duration import Timestamp
 from smpc.composer.readers import ANY, Reader
@@ -91,20 +91,22 @@ def _state_tree(state: State, *, weights_only: bool) -> dict[str, Any]:
     kind = type(state.optimizer).__name__
     names = _parameter_names(state)
     found: dict[str, Any] = {
-        "model": {_stored(state, name): value for name, value in state.model.state_dict().items()},
+        "model": {_name_in_composer_checkpoint(state, name): value for name, value in state.model.state_dict().items()},
         "timestamp": {"Timestamp": asdict(state.timestamp)},
         "plain": json.dumps(_plain_state(state, groups=not weights_only)),
     }
     if not weights_only:
         moments = {
-            _stored(state, names[parameter]): {key: value for key, value in values.items() if isinstance(value, Tensor)}
+            _name_in_composer_checkpoint(state, names[parameter]): {
+                key: value for key, value in values.items() if isinstance(value, Tensor)
+            }
             for parameter, values in state.optimizer.state.items()
         }
         found["optimizers"] = {kind: {"state": moments}}
     return found
 
 
-def _stored(state: State, name: str) -> str:
+def _name_in_composer_checkpoint(state: State, name: str) -> str:
     """The name in a sharded checkpoint: with the number of this rank's group, where groups have values of their own."""
     return f"{name}@{state.numbered[name][0]}" if name in state.numbered else name
 
@@ -142,7 +144,7 @@ def _plain_name(stored: str) -> str:
     return name if mark and number.isdecimal() else stored
 
 
-def _own(state: State) -> dict[str, Any]:
+def _own_in_composer_checkpoint(state: State) -> dict[str, Any]:
     """State of this rank only: its random state, the random state at the beginning of the epoch's data, and its data loader's position."""
     begun = {} if state.begun is None or not state.timestamp.batch_in_epoch else _random_state_tensors(state.begun)
     return {**_random_state_tensors(capture_rng()), "loader": encoded(state.loader), "begun": begun}
@@ -157,7 +159,7 @@ def _random_state_tensors(state: Mapping[str, Any]) -> dict[str, Any]:
     return {**tensors, "plain": json.dumps([version, gauss, name, rest, len(state["cuda"])])}
 
 
-def _captured(saved: Mapping[str, Any]) -> dict[str, Any]:
+def _captured_in_composer_checkpoint(saved: Mapping[str, Any]) -> dict[str, Any]:
     """A random state as `restore_rng` takes it."""
     version, gauss, name, rest, count = json.loads(saved["plain"])
     cuda = [saved[f"cuda{index}"] for index in range(count)]
@@ -167,8 +169,8 @@ def _captured(saved: Mapping[str, Any]) -> dict[str, Any]:
 
 def save_full(state: State, path: str, *, weights_only: bool, overwrite: bool) -> str:
     """Rank 0 writes one file with whole tensors. Collective; the path."""
-    tree = _mapped(_state_tree(state, weights_only=weights_only), lambda tensor: whole(tensor).cpu())
-    rng = dist.all_gather_object(_own(state))
+    tree = _mapped_checkpoint_tree(_state_tree(state, weights_only=weights_only), lambda tensor: whole(tensor).cpu())
+    rng = dist.all_gather_object(_own_in_composer_checkpoint(state))
 
     def write() -> None:
         storage.check_free(path, overwrite=overwrite)
@@ -180,17 +182,24 @@ def save_full(state: State, path: str, *, weights_only: bool, overwrite: bool) -
     return path
 
 
-def _mapped(tree: Any, change: Callable[[Tensor], Tensor]) -> Any:
+def _mapped_checkpoint_tree(tree: Any, change: Callable[[Tensor], Tensor]) -> Any:
     if isinstance(tree, Tensor):
         return change(tree.detach())
-    return {name: _mapped(value, change) for name, value in tree.items()} if isinstance(tree, Mapping) else tree
+    return (
+        {name: _mapped_checkpoint_tree(value, change) for name, value in tree.items()}
+        if isinstance(tree, Mapping)
+        else tree
+    )
 
 
 def save_sharded(
     state: State, path: str, *, weights_only: bool, overwrite: bool, planner: SavePlanner | None = None
 ) -> str:
     """Every rank writes its parts into a folder. Collective; the path. `planner`: torch's or a script's own."""
-    tree = {"state": _state_tree(state, weights_only=weights_only), "rng": {str(dist.get_global_rank()): _own(state)}}
+    tree = {
+        "state": _state_tree(state, weights_only=weights_only),
+        "rng": {str(dist.get_global_rank()): _own_in_composer_checkpoint(state)},
+    }
     if is_url(path):
         return _save_remote(tree, path, overwrite=overwrite, planner=planner)
     parent, name = os.path.split(os.path.abspath(path))
@@ -229,7 +238,7 @@ def _save_remote(tree: dict[str, Any], path: str, *, overwrite: bool, planner: S
         storage.forget_checks(path)
 
     storage.on_rank_0(begin)
-    _save_tree(tree, path, storage_writer=Writer(path), planner=planner)
+    _save_tree(tree, path, storage_writer=TorchFormatWriter(path), planner=planner)
     storage.on_rank_0(lambda: storage.write_checks(path))
     return path
 
@@ -326,9 +335,9 @@ def load_rest(state: State, reader: Reader, ignore: Sequence[str]) -> None:
         return
     rng = reader.rng(dist.get_global_rank())
     if rng is not None and reader.plain.get("world_size") == dist.get_world_size():
-        restore_rng(_captured(rng))
+        restore_rng(_captured_in_composer_checkpoint(rng))
         if not _is_left_out(_TIMESTAMP, ignore):
-            state.begun = _captured(rng["begun"]) if rng.get("begun") else None
+            state.begun = _captured_in_composer_checkpoint(rng["begun"]) if rng.get("begun") else None
             state.loader = decoded(rng.get("loader", "null"))
 
 
@@ -378,7 +387,9 @@ def _load_optimizer(state: State, reader: Reader) -> None:
     for parameter in (p for group in optimizer.param_groups for p in group["params"]):
         prefix = f"{root}{called.get(names[parameter], names[parameter])}."
         keys = [name.removeprefix(prefix) for name in reader.shapes if name.startswith(prefix)]
-        values = {key: _room_for(parameter, reader.shapes[prefix + key]) for key in keys if "." not in key}
+        values = {
+            key: _room_for_composer_state(parameter, reader.shapes[prefix + key]) for key in keys if "." not in key
+        }
         targets |= {prefix + key: value for key, value in values.items()}
         values |= reader.plain.get("values", {}).get(names[parameter], {})
         if values:
@@ -413,7 +424,7 @@ def _check_groups(own: Sequence[Sequence[str]], saved: Sequence[Mapping[str, Any
             )
 
 
-def _room_for(parameter: Tensor, described: Tensor) -> Tensor:
+def _room_for_composer_state(parameter: Tensor, described: Tensor) -> Tensor:
     """Memory for an optimizer's state of a parameter: sharded like it, if it has the same shape."""
     if described.shape != parameter.shape or not described.dim():
         return torch.empty_like(described, device="cpu")

@@ -75,7 +75,7 @@ def moved(batch: Any, device: torch.device) -> Any:
     if isinstance(batch, Mapping):
         return {name: moved(value, device) for name, value in batch.items()}
     if isinstance(batch, tuple | list):
-        return _same(batch, [moved(value, device) for value in batch])
+        return _same_in_microbatches(batch, [moved(value, device) for value in batch])
     return batch.to(device) if hasattr(batch, "to") else batch
 
 
@@ -110,11 +110,11 @@ def _microbatch_of(batch: Any, start: int, size: int, total: int) -> Any:
     if isinstance(batch, list) and len(batch) == total and not _batch_sizes(batch):
         return batch[start : start + size]
     if isinstance(batch, tuple | list):
-        return _same(batch, [_microbatch_of(value, start, size, total) for value in batch])
+        return _same_in_microbatches(batch, [_microbatch_of(value, start, size, total) for value in batch])
     return batch[start : start + size] if isinstance(batch, Tensor) and batch.dim() else batch
 
 
-def _same(batch: tuple[Any, ...] | list[Any], values: list[Any]) -> Any:
+def _same_in_microbatches(batch: tuple[Any, ...] | list[Any], values: list[Any]) -> Any:
     if hasattr(batch, "_fields"):
         return type(batch)(*values)
     return tuple(values) if isinstance(batch, tuple) else values
@@ -133,7 +133,11 @@ def check_alike(given: Mapping[str, Any], model: nn.Module, optimizer: Optimizer
     """
     if dist.get_world_size() == 1:
         return
-    own = {name: repr(_comparable(value)) for name, value in given.items() if name not in (*_OWN, *_LOADERS)}
+    own = {
+        name: repr(_comparable_in_microbatches(value))
+        for name, value in given.items()
+        if name not in (*_OWN, *_LOADERS)
+    }
     own |= {name: "none" if given[name] is None else "one" for name in _LOADERS}
     own |= {f"the parameter {name}": f"{p.dtype} {tuple(p.shape)}" for name, p in model.named_parameters()}
     own["optimizers"] = type(optimizer).__name__
@@ -157,10 +161,13 @@ def check_alike(given: Mapping[str, Any], model: nn.Module, optimizer: Optimizer
     raise ConfigError("expected the same on all ranks, found\n" + "\n".join(lines or ["parameters in another order"]))
 
 
-def _comparable(value: Any) -> Any:
+def _comparable_in_microbatches(value: Any) -> Any:
     """The compared part of a value: plain values, also inside dictionaries, and the classes of others."""
     if isinstance(value, Mapping):
-        return {str(key): _comparable(inner) for key, inner in sorted(value.items(), key=lambda item: str(item[0]))}
+        return {
+            str(key): _comparable_in_microbatches(inner)
+            for key, inner in sorted(value.items(), key=lambda item: str(item[0]))
+        }
     return value if isinstance(value, bool | int | float | str | None) else type(value).__name__
 
 

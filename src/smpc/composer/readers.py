@@ -29,12 +29,12 @@ from smpc.checkpoint.folder.files import read_file
 from smpc.checkpoint.torch_format.agreement import Ranks
 from smpc.checkpoint.torch_format.loading import load_state
 from smpc.checkpoint.torch_format.places import is_url
-from smpc.checkpoint.torch_format.reader import Reader as FolderFiles
+from smpc.checkpoint.torch_format.reader import TorchFormatReader as FolderFiles
 from smpc.composer import storage
 from smpc.composer.duration import Timestamp
 from smpc.errors import CheckpointError
 from smpc.sharding.shard import Incoming
-from smpc.sharding.tensors import local, own_part
+from smpc.sharding.tensors import local, own_part_of_sharded
 
 _METADATA = ".metadata"
 _PREFIX = "state."
@@ -83,7 +83,9 @@ class FileReader:
             found = read_file(file, map_location="cpu", mmap="archives")
         try:
             state = found["state"]
-            self.plain = json.loads(state["plain"]) if "plain" in state else _of_another(_nested(state), path)
+            self.plain = (
+                json.loads(state["plain"]) if "plain" in state else _of_another(_nested_in_readers_form(state), path)
+            )
             self._rng = found.get("rng", {})
             self._tensors = dict(
                 _flat_tensors({name: state[name] for name in ("model", "optimizers") if name in state})
@@ -96,7 +98,7 @@ class FileReader:
         for name, target in targets.items():
             values = self._tensors.get(name, self.shapes[name])
             values = self._incoming.take(values) if self._alone else values
-            local(target).copy_(own_part(target, values))
+            local(target).copy_(own_part_of_sharded(target, values))
 
     def rng(self, rank: int) -> Mapping[str, Any] | None:
         """See Reader."""
@@ -129,13 +131,16 @@ class FolderReader:
         self._prefix = (
             _PREFIX if any(name.startswith(_PREFIX) for name in entries) else ""
         )  # a script's own, or converted
-        self._names = _trained(self._tensors, self._prefix)
+        self._names = _keys_in_readers_form(self._tensors, self._prefix)
         self.shapes: Mapping[str, Tensor] = {name: self._tensors[key] for name, key in self._names.items()}
         self.plain: Mapping[str, Any] = {}
         if f"{_PREFIX}plain" in self._plain:
             self.plain = json.loads(self._values([f"{_PREFIX}plain"])[f"{_PREFIX}plain"])
         else:
-            paths = {name: _path(tuple(found.planner_data.get(name, name.split(".")))) for name in self._plain}
+            paths = {
+                name: _path_in_readers_form(tuple(found.planner_data.get(name, name.split("."))))
+                for name in self._plain
+            }
             known = self._values([name for name, at in paths.items() if _is_known(at)])
             values = {paths[name]: value for name, value in known.items()}
             self.plain = _of_another(values, path) if self._prefix else {"groups": _optimizer_groups(values)}
@@ -171,7 +176,7 @@ class FolderReader:
         return state
 
 
-def _trained(keys: Iterable[str], prefix: str) -> dict[str, str]:
+def _keys_in_readers_form(keys: Iterable[str], prefix: str) -> dict[str, str]:
     """The keys of a folder's tensors by the names that a Trainer has for them."""
     names = {key.removeprefix(prefix): key for key in keys if key.startswith(prefix)}
     if prefix:
@@ -187,7 +192,7 @@ def _trained(keys: Iterable[str], prefix: str) -> dict[str, str]:
     return found
 
 
-def _nested(state: Any) -> dict[tuple[Any, ...], Any]:
+def _nested_in_readers_form(state: Any) -> dict[tuple[Any, ...], Any]:
     """The known values of another Trainer's file, by path, in the form of a folder."""
     found: dict[tuple[Any, ...], Any] = {
         ("timestamp", "Timestamp", key): value for key, value in state["timestamp"]["Timestamp"].items()
@@ -198,7 +203,7 @@ def _nested(state: Any) -> dict[tuple[Any, ...], Any]:
     return {path: value for path, value in found.items() if _is_known(path)}
 
 
-def _path(path: tuple[Any, ...]) -> tuple[Any, ...]:
+def _path_in_readers_form(path: tuple[Any, ...]) -> tuple[Any, ...]:
     """The path below `state`, in a Trainer's form, of a value that is not a tensor."""
     return ("optimizers", ANY, *path[1:]) if path[0] == "optimizer" else path[1:]
 

@@ -34,7 +34,9 @@ def named(template: str, known: Mapping[str, object]) -> str:
         **known,
     }
     try:
-        wrong = [f"{name}:{how}" for _, name, how, kind in Formatter().parse(template) if _is_wrong(name, how, kind)]
+        wrong = [
+            f"{name}:{how}" for _, name, how, kind in Formatter().parse(template) if _is_wrong_to_save(name, how, kind)
+        ]
         if wrong:
             raise ValueError(f"expected a plain field, as {{batch}} or {{batch:06d}}, found {wrong[0]}")
         return template.format(**fields)
@@ -42,7 +44,7 @@ def named(template: str, known: Mapping[str, object]) -> str:
         raise ConfigError(f"{template!r}: expected the fields {', '.join(fields)}: {error}") from None
 
 
-def _is_wrong(name: str | None, how: str | None, kind: str | None) -> bool:
+def _is_wrong_to_save(name: str | None, how: str | None, kind: str | None) -> bool:
     """Whether a field of a template says more than a name, and how many digits."""
     return name is not None and not (name.isidentifier() and kind is None and _DIGITS.fullmatch(how or ""))
 
@@ -145,7 +147,7 @@ class Saving:
             if latest is not None:
                 storage.link(target, latest)
             while 0 <= self._keep < len(self._saved):
-                storage.remove(self._saved.pop(0))
+                storage.remove_from_storage(self._saved.pop(0))
 
         storage.on_rank_0(finish)
         return target

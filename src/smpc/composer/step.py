@@ -98,7 +98,7 @@ class Stepper:
         begun: list[_Exchange] = []
 
         def exchange(loss: Tensor) -> None:
-            begun.append(_Exchange(loss, (*_sizes(following), int(following is None))))
+            begun.append(_Exchange(loss, (*_sizes_in_step(following), int(following is None))))
 
         if self.agreement is not None:
             exchange(self._search(batch, counts, self.agreement))
@@ -109,16 +109,16 @@ class Stepper:
         self._update()
         told = begun[0].told()
         _check_alike(told[:, 4], "the end of their data together")
-        self.upcoming = None if following is None else _checked(told[:, 1:4])
+        self.upcoming = None if following is None else _checked_counts_of_step(told[:, 1:4])
         self.state.loss = float(told[:, 0].sum())
         copies = 1 if self.tensor_group is None else self.tensor_group.size()
         return total // copies, tokens // copies
 
     def _first(self, batch: Any) -> Tensor:
         nothing = torch.zeros((), dtype=torch.float64, device=self.device)
-        told = _Exchange(nothing, (*_sizes(batch), self.state.timestamp.batch)).told()
+        told = _Exchange(nothing, (*_sizes_in_step(batch), self.state.timestamp.batch)).told()
         _check_alike(told[:, 4], "the same batch")
-        return _checked(told[:, 1:4])
+        return _checked_counts_of_step(told[:, 1:4])
 
     def _microbatches(
         self, batch: Any, size: int | None, counts: Tensor, known: Callable[[Tensor], None] | None = None
@@ -240,7 +240,7 @@ class Stepper:
         optimizer.zero_grad(set_to_none=True)
 
 
-def _sizes(batch: Any | None) -> tuple[int, int, int]:
+def _sizes_in_step(batch: Any | None) -> tuple[int, int, int]:
     return (0, 0, 0) if batch is None else (num_samples(batch), num_tokens(batch), num_loss_tokens(batch))
 
 
@@ -269,7 +269,7 @@ def _check_alike(column: Tensor, what: str) -> None:
         raise TransportError(f"expected all ranks at {what}, found {behind}; give every rank as many batches")
 
 
-def _checked(counts: Tensor) -> Tensor:
+def _checked_counts_of_step(counts: Tensor) -> Tensor:
     if int(counts[:, 0].min()) < 1:
         raise ConfigError("batch: expected at least one sample on every rank")
     return counts

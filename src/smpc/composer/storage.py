@@ -142,7 +142,7 @@ def link(path: str, latest: str) -> None:
     os.replace(draft, latest)
 
 
-def remove(path: str) -> None:
+def remove_from_storage(path: str) -> None:
     """Remove a checkpoint and its checks."""
     if is_url(path):
         remote = _remote_storage(path)
@@ -157,7 +157,7 @@ def remove(path: str) -> None:
 
 def forget_checks(path: str) -> None:
     """Called before the contents of a path are replaced."""
-    target = _checks_path(path)
+    target = _checks_path_in_storage(path)
     if not is_url(path):
         Path(target).unlink(missing_ok=True)
     elif _remote_storage(path).exists(target):
@@ -166,8 +166,8 @@ def forget_checks(path: str) -> None:
 
 def write_checks(path: str) -> None:
     """Write down what `check_files` compares with."""
-    target = _checks_path(path)
-    text = json.dumps(_sums(path), indent=1)
+    target = _checks_path_in_storage(path)
+    text = json.dumps(_sums_of_stored_files(path), indent=1)
     if is_url(path):
         _with_folder(target).pipe_file(target, text.encode())
         return
@@ -178,7 +178,7 @@ def write_checks(path: str) -> None:
 
 def check_files(path: str) -> None:
     """Compare files with their recorded sizes and checksums; warns if there is no record. Raises CheckpointError."""
-    target = _checks_path(path)
+    target = _checks_path_in_storage(path)
     try:
         text = _remote_storage(path).cat_file(target) if is_url(path) else Path(target).read_bytes()
     except FileNotFoundError:
@@ -188,18 +188,18 @@ def check_files(path: str) -> None:
         expected = dict(json.loads(text))
     except (ValueError, TypeError) as error:
         raise CheckpointError(f"{target}: cannot be read: {error}") from error
-    found = _sums(path)
+    found = _sums_of_stored_files(path)
     wrong = [name for name in sorted({*expected, *found}) if expected.get(name) != found.get(name)]
     if wrong:
         raise CheckpointError(f"{path}: damaged, missing or replaced: {', '.join(wrong)}")
 
 
-def _checks_path(path: str) -> str:
+def _checks_path_in_storage(path: str) -> str:
     folder, name = os.path.split(path.rstrip("/") if is_url(path) else os.path.abspath(path))
     return os.path.join(folder, _CHECKS, f"{name}.json")
 
 
-def _sums(path: str) -> dict[str, list[int | None]]:
+def _sums_of_stored_files(path: str) -> dict[str, list[int | None]]:
     """The size of each file of a checkpoint, and its crc32 if the file is local."""
     if is_url(path):
         remote = _remote_storage(path)

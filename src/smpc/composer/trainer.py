@@ -99,7 +99,7 @@ class Trainer:
         options = (load_strict_model_weights, found.ignored)
         self._load(newest or load_path, how, *options, weights_only=load_weights_only and newest is None)
 
-    def _made(self, how: checked.Training, strategy: str | None, *, by_tokens: bool) -> Stepper:
+    def _made(self, how: checked.TrainingArguments, strategy: str | None, *, by_tokens: bool) -> Stepper:
         """Runs batches: on a sharded model, or on replicas."""
         model, prepared = self.state.model, None
         if how.config is None:
@@ -135,7 +135,13 @@ class Trainer:
         )
 
     def _load(
-        self, path: str | None, how: checked.Training, strict: bool, ignore: tuple[str, ...], *, weights_only: bool
+        self,
+        path: str | None,
+        how: checked.TrainingArguments,
+        strict: bool,
+        ignore: tuple[str, ...],
+        *,
+        weights_only: bool,
     ) -> None:
         if path is None:
             return

@@ -48,7 +48,7 @@ _OF_SHARDING = "sdp_"  # begins the names of keys for sharded data parallelism a
 _ONE_PLAN = "a plan depends on the model and the configuration alone, so the same run gets the same partition again"
 
 
-def _names(text: str) -> tuple[str, ...] | None:
+def _names_in_config(text: str) -> tuple[str, ...] | None:
     """Names separated by commas; None: there are none."""
     return tuple(name.strip() for name in text.split(",") if name.strip()) or None
 
@@ -94,7 +94,7 @@ class Config(PlannerKeys):
         "",
         meaning="With a tensor_parallel_plan, names of the tensors that the model returns, such as `loss`, separated by commas; None in "
         "place of others, so that logits need not be gathered. Empty: all",
-        as_option=_names,
+        as_option=_names_in_config,
     )
     start_timeout: float = key(
         1800.0,

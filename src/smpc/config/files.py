@@ -41,7 +41,7 @@ def read_text(path: str | Path, what: str, *, most: int = MAX_FILE_BYTES) -> str
     try:
         mode = os.fstat(descriptor).st_mode
         if not stat.S_ISREG(mode):
-            raise ConfigError(f"{what}: expected a file, found a {_kind(mode)}")
+            raise ConfigError(f"{what}: expected a file, found a {_kind_of_file(mode)}")
         with open(descriptor, "rb", closefd=False) as file:
             data = file.read(most + 1)
     except OSError as error:
@@ -72,7 +72,7 @@ def output_violation(name: str, *, makes_folders: bool = False) -> str:
     if not name or stat.S_ISDIR(mode):
         return f"expected the name of a file, found {shown(name)}{', which is a folder' if name else ''}"
     if stat.S_ISSOCK(mode) or (stat.S_ISFIFO(mode) and not _has_reader(name)):
-        return f"cannot write {shown(name)}: nobody reads the {_kind(mode)}"
+        return f"cannot write {shown(name)}: nobody reads the {_kind_of_file(mode)}"
     above = os.path.dirname(os.path.abspath(name))
     while makes_folders and not os.path.lexists(above):
         above = os.path.dirname(above)
@@ -95,7 +95,9 @@ def _has_reader(pipe: str) -> bool:
 
 def parse_json(text: str, what: str, *, infinite: bool = False) -> dict[str, Any]:
     """A JSON object, each key in it once. `infinite`: accepts NaN and Infinity, which are not JSON."""
-    value = _parsed_file(what, "JSON", lambda: json.loads(text, object_pairs_hook=_unique_keys, parse_int=_whole))
+    value = _parsed_file(
+        what, "JSON", lambda: json.loads(text, object_pairs_hook=_unique_keys, parse_int=_whole_number_in_file)
+    )
     if not isinstance(value, dict):
         raise ConfigTypeError(f"{printable(what)}: expected a JSON object, found {type(value).__name__}")
     _check_values(value, what, infinite)
@@ -140,7 +142,7 @@ def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return result
 
 
-def _whole(digits: str) -> int:
+def _whole_number_in_file(digits: str) -> int:
     if len(digits) > MAX_BITS:
         raise ValueError(f"a number of {len(digits)} digits")
     return int(digits)
@@ -167,6 +169,6 @@ def _check_values(value: Any, what: str, infinite: bool) -> None:
     raise ConfigError(f"{what}: nested too deeply: more than {MAX_DEPTH} levels")
 
 
-def _kind(mode: int) -> str:
+def _kind_of_file(mode: int) -> str:
     kinds = {stat.S_IFDIR: "folder", stat.S_IFIFO: "named pipe", stat.S_IFSOCK: "socket"}
     return kinds.get(stat.S_IFMT(mode), "device")

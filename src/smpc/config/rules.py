@@ -33,15 +33,15 @@ def broken_rules(sound: Sound, where: Where) -> Iterator[str]:
     if sound.get("tensor_parallel_degree", 1) > 1 and not sound.get("ddp", False):
         yield f"tensor_parallel_degree: {sound['tensor_parallel_degree']} requires ddp: true, found ddp: false"
     yield from _context_rules(sound, where)
-    yield from _experts(sound)
+    yield from _expert_rules(sound)
     if sound.get("shard_optimizer_state", False) and not sound.get("ddp", False):
         yield "shard_optimizer_state: true requires ddp: true, found ddp: false"
-    yield from _sharding(sound)
+    yield from _sharding_rules(sound)
     if sound.get("bf16", False):
         for name in ("fp16", "fp16_params"):
             if sound.get(name, False):
                 yield f"{name}: true and bf16: true exclude each other; keep one"
-    yield from _partition(sound)
+    yield from _partition_rules(sound)
 
 
 def _tensor_rules(sound: Sound, where: Where) -> Iterator[str]:
@@ -77,7 +77,7 @@ def _context_rules(sound: Sound, where: Where) -> Iterator[str]:
         )
 
 
-def _experts(sound: Sound) -> Iterator[str]:
+def _expert_rules(sound: Sound) -> Iterator[str]:
     """Rules of expert parallelism."""
     degree = sound.get("expert_parallel_degree", 1)
     if degree == 1:
@@ -86,7 +86,7 @@ def _experts(sound: Sound) -> Iterator[str]:
         yield f"expert_parallel_degree: {degree} requires ddp: true, found ddp: false"
 
 
-def _sharding(sound: Sound) -> Iterator[str]:
+def _sharding_rules(sound: Sound) -> Iterator[str]:
     """Rules of sharded parameters."""
     degree = sound.get("sharded_data_parallel_degree", 1)
     asked = ["fully_shard: true"] if sound.get("fully_shard", False) else []
@@ -97,7 +97,7 @@ def _sharding(sound: Sound) -> Iterator[str]:
             yield f"{what} and shard_optimizer_state: true exclude each other; keep one"
 
 
-def _partition(sound: Sound) -> Iterator[str]:
+def _partition_rules(sound: Sound) -> Iterator[str]:
     """Rules of a manual partition."""
     by_hand = sound.get("auto_partition", True) is False
     if by_hand and "default_partition" not in sound:

@@ -25,7 +25,7 @@ from smpc.errors import ConfigTypeError
 from smpc.errors import ConfigUnsupportedError
 from smpc.errors import GroupError
 from smpc.launch.store import job_store
-from smpc.launch.store import of_call
+from smpc.launch.store import store_of_call
 from smpc.places import Launch
 import atexit
 import functools
@@ -50,7 +50,7 @@ def await_sleep(seconds: float = _MOST_SECONDS) -> bool:
     limit = time.monotonic() + seconds
     before = None
     while time.monotonic() < limit:
-        now = _switches()
+        now = _switches_before_start()
         if now is not None and now == before:
             return True
         before = now
@@ -58,7 +58,7 @@ def await_sleep(seconds: float = _MOST_SECONDS) -> bool:
     return False
 
 
-def _switches() -> dict[str, str] | None:
+def _switches_before_start() -> dict[str, str] | None:
     """How often each of them has gone to sleep, by its number; None, if one is awake."""
     found = {}
     for thread in sorted(os.listdir(_THREADS)) if _THREADS.is_dir() else ():
@@ -104,7 +104,7 @@ def initialize_dist(device: str | torch.device | None = None, timeout: float = 3
     store: Store = HashStore()
     if launch.master_port is not None:
         try:
-            store = of_call(job_store(launch, limit), _NAME, launch.rank)
+            store = store_of_call(job_store(launch, limit), _NAME, launch.rank)
         except RuntimeError as error:
             raise GroupError(
                 f"initialize_dist: rank {launch.rank} could not reach the store of the job at {launch.master_addr}:{launch.master_port} "

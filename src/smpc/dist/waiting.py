@@ -38,22 +38,22 @@ def run_local_rank_zero_first() -> Iterator[None]:
         yield
         return
     if get_local_rank() != 0:
-        _check(all_gather_object(None))
+        _check_waited_outcomes(all_gather_object(None))
         yield
         return
     try:
         yield
     except BaseException as error:
-        all_gather_object(_told(error))
+        all_gather_object(_told_to_waiting(error))
         raise
-    _check(all_gather_object(None))
+    _check_waited_outcomes(all_gather_object(None))
 
 
-def _told(error: BaseException) -> str:
+def _told_to_waiting(error: BaseException) -> str:
     return f"rank {get_global_rank()}, local rank {get_local_rank()}: {type(error).__name__}: {str(error)[:500]}"
 
 
-def _check(outcomes: list[str | None]) -> None:
+def _check_waited_outcomes(outcomes: list[str | None]) -> None:
     failed = [outcome for outcome in outcomes if outcome is not None]
     if failed:
         raise PeerError("; ".join(failed))
@@ -132,7 +132,7 @@ def busy_wait_for_local_rank_zero(dir_path: str | None = None) -> Iterator[None]
         try:
             yield
         except BaseException as error:
-            outcome = _told(error)
+            outcome = _told_to_waiting(error)
             raise
         finally:
             _write_signal(
@@ -141,9 +141,9 @@ def busy_wait_for_local_rank_zero(dir_path: str | None = None) -> Iterator[None]
             if outcome is None and get_local_rank() != 0:
                 _await_file(path, _DEFAULT_SECONDS)
     except BaseException as error:
-        _exchange(outcome or _told(error), path)
+        _exchange_waited_outcome(outcome or _told_to_waiting(error), path)
         raise
-    _check(_exchange(None, path))
+    _check_waited_outcomes(_exchange_waited_outcome(None, path))
 
 
 def _check_folder(path: str) -> None:
@@ -168,7 +168,7 @@ def _check_folder(path: str) -> None:
         raise UsageError("busy_wait_for_local_rank_zero: " + "; ".join(wrong[:4]))
 
 
-def _exchange(outcome: str | None, path: str) -> list[str | None]:
+def _exchange_waited_outcome(outcome: str | None, path: str) -> list[str | None]:
     """The outcome of all ranks' bodies; after this nobody needs the file."""
     try:
         return all_gather_object(outcome)

@@ -31,14 +31,14 @@ from torch import Tensor
 
 from smpc.errors import ConfigError, UsageError
 from smpc.executor.collectives import TensorGroup, gather_in, gathered, reduce_scatter
-from smpc.experts.linear import collected, inverse, permuted, spread
-from smpc.experts.shuffle import Traffic, exchange
+from smpc.experts.linear import collected, inverse, permuted, spread_rows
+from smpc.experts.shuffle import ShuffleTraffic, exchange_rows
 
 _DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 WAYS = ("all_to_all", "all_gather")
 
 
-_NONE = Traffic((), (), 0)
+_NONE = ShuffleTraffic((), (), 0)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -55,7 +55,7 @@ class Plan:
     source: Tensor  # [M] the slot of every row that this rank sent, or, with all_gather, of every row that it computes
     arrival: tuple[Tensor, Tensor] | None = None  # [R] row r arrived at this place; the inverse. None: in order
     places: Tensor | None = None  # [N k] for each slot its row in `source`, where all have one
-    traffic: Traffic = _NONE
+    traffic: ShuffleTraffic = _NONE
     is_padded: bool = False  # rows of zeros fill a capacity up
     by_rank: tuple[tuple[int, ...], ...] = ()
     room: int = 0  # tokens of each rank, with all_gather: of the rank that has most
@@ -104,12 +104,12 @@ def dispatch(
         return _gathered_tokens(hidden, index, num_experts, group)
     flat = index.reshape(-1).to(torch.int64)
     experts, order = torch.sort(flat, stable=True)  # what nobody serves comes first and last
-    first, matrix = _told_counts(_starts(experts, num_experts), hidden, group)
+    first, matrix = _told_counts(_dispatch_starts(experts, num_experts), hidden, group)
     hidden = _like_others(hidden, matrix, index.shape[0])
     traffic, local = _traffic_of_counts(matrix, num_experts, group)
     source = order[first : first + sum(traffic.send)]
     places = inverse(source) if len(source) == index.numel() else None
-    arrived = exchange(spread(hidden, source, index.shape[1], False, places), traffic, group)
+    arrived = exchange_rows(spread_rows(hidden, source, index.shape[1], False, places), traffic, group)
     arrival = _by_expert(local, hidden.device) if is_sorted else None
     rows = arrived if arrival is None else permuted(arrived, *arrival)
     totals = tuple(sum(column) for column in zip(*local, strict=True))
@@ -132,10 +132,10 @@ def combine(outputs: Tensor, plan: Plan, weights: Tensor | None, group: TensorGr
             f"{tuple(outputs.shape)} and weights of shape {found}; pass those of the same dispatch"
         )
     if plan.room:
-        slots = _returned(outputs, plan, group)
+        slots = _returned_from_dispatch(outputs, plan, group)
     else:
         arrived = outputs if plan.arrival is None else permuted(outputs, *reversed(plan.arrival))
-        back = exchange(arrived, plan.traffic.back, group)
+        back = exchange_rows(arrived, plan.traffic.back, group)
         slots = collected(back, plan.source, math.prod(expected), plan.is_padded, plan.places)
     if weights is None and plan.num_slots == 1:
         return slots
@@ -144,14 +144,14 @@ def combine(outputs: Tensor, plan: Plan, weights: Tensor | None, group: TensorGr
     return weighted.sum(1).to(outputs.dtype)
 
 
-def _sorted(index: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:
+def _sorted_for_dispatch(index: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:
     """The experts of all slots, ascending, and the slots in that order. Slots that nobody serves come last, as expert E."""
     flat = index.reshape(-1).to(torch.int64)
     flat = torch.where((flat < 0) | (flat >= num_experts), num_experts, flat)
     return torch.sort(flat, stable=True)
 
 
-def _starts(experts: Tensor, num_experts: int) -> Tensor:
+def _dispatch_starts(experts: Tensor, num_experts: int) -> Tensor:
     """[E + 1]: where the slots of each expert begin among sorted ones, and where those that nobody serves do."""
     return torch.searchsorted(experts, torch.arange(num_experts + 1, device=experts.device))
 
@@ -183,14 +183,14 @@ def _like_others(hidden: Tensor, matrix: list[list[int]], num_tokens: int) -> Te
 
 def _traffic_of_counts(
     matrix: list[list[int]], num_experts: int, group: TensorGroup
-) -> tuple[Traffic, list[list[int]]]:
+) -> tuple[ShuffleTraffic, list[list[int]]]:
     """From the rows that each rank has for each expert: the traffic, and [ranks][local experts] of the rows that arrive here."""
     shares = group.shares(num_experts)
     bounds = [sum(shares[:rank]) for rank in range(group.size + 1)]
     pairs = [[sum(row[first:last]) for first, last in itertools.pairwise(bounds)] for row in matrix]  # [from][to]
     mine = slice(bounds[group.rank], bounds[group.rank + 1])  # without width and dtype
     widest = max(max(row) for row in pairs)
-    traffic = Traffic(tuple(pairs[group.rank]), tuple(row[group.rank] for row in pairs), widest)
+    traffic = ShuffleTraffic(tuple(pairs[group.rank]), tuple(row[group.rank] for row in pairs), widest)
     return traffic, [row[mine] for row in matrix]
 
 
@@ -212,8 +212,8 @@ def _with_capacity(
 ) -> tuple[Tensor, Plan]:
     """Every expert gets `capacity` rows of every rank. Nothing waits for the device."""
     num_slots = index.numel()
-    experts, order = _sorted(index, num_experts)
-    starts = _starts(experts, num_experts)
+    experts, order = _sorted_for_dispatch(index, num_experts)
+    starts = _dispatch_starts(experts, num_experts)
     place = torch.arange(num_slots, device=experts.device) - starts[experts]
     is_kept = (place < capacity) & (experts < num_experts)
     target = torch.where(is_kept, experts * capacity + place, num_experts * capacity)
@@ -223,8 +223,8 @@ def _with_capacity(
     shares = group.shares(num_experts)
     own = shares[group.rank]
     send = tuple(share * capacity for share in shares)
-    traffic = Traffic(send, (own * capacity,) * group.size, max(send))
-    arrived = exchange(spread(hidden, source, index.shape[1], is_padded=True), traffic, group)
+    traffic = ShuffleTraffic(send, (own * capacity,) * group.size, max(send))
+    arrived = exchange_rows(spread_rows(hidden, source, index.shape[1], is_padded=True), traffic, group)
     arrival = None
     if group.size > 1 and own > 1:
         places = torch.arange(group.size * own * capacity, device=hidden.device)
@@ -247,16 +247,16 @@ def _gathered_tokens(hidden: Tensor, index: Tensor, num_experts: int, group: Ten
     tokens = gather_in(torch.nn.functional.pad(hidden, padding), 0, group)
     chosen = gathered(torch.nn.functional.pad(index, padding, value=num_experts), 0, group)
     mine = owned(num_experts, group)
-    experts, order = _sorted(chosen, num_experts)
-    bounds = _starts(experts, num_experts)[mine.start : mine.stop + 1].tolist()
+    experts, order = _sorted_for_dispatch(chosen, num_experts)
+    bounds = _dispatch_starts(experts, num_experts)[mine.start : mine.stop + 1].tolist()
     source = order[bounds[0] : bounds[-1]]
     counts = tuple(last - first for first, last in itertools.pairwise(bounds))
-    return spread(tokens, source, num_slots, is_padded=False), Plan(
+    return spread_rows(tokens, source, num_slots, is_padded=False), Plan(
         counts, "all_gather", count, num_slots, source, room=room
     )
 
 
-def _returned(outputs: Tensor, plan: Plan, group: TensorGroup) -> Tensor:
+def _returned_from_dispatch(outputs: Tensor, plan: Plan, group: TensorGroup) -> Tensor:
     """The slots of this rank's tokens, of which each rank has computed some: others are zero there, so the sum is exact."""
     every = collected(outputs, plan.source, group.size * plan.room * plan.num_slots, False)
     return reduce_scatter(every, 0, group)[: plan.num_tokens * plan.num_slots]

@@ -1,6 +1,6 @@
 """Linear maps of mixtures of experts: rows spread and collected, and one linear layer for each expert.
 
-`spread` and `collected` have their adjoints as backward.
+`spread_rows` and `collected` have their adjoints as backward.
 
 Terms
     slot      place j of token n among its k experts, numbered n k + j
@@ -10,7 +10,7 @@ Terms
     spread     tokens [N, H] -> rows [M, H]        row m is token source[m] // k
     collected  rows [M, H]   -> slots [N k, H]     slot source[m] is row m; slots without a row are zero
 
-The backward of `spread` collects and sums over the k slots of a token by a view and a sum. So nothing is added by index, and sums are
+The backward of `spread_rows` collects and sums over the k slots of a token by a view and a sum. So nothing is added by index, and sums are
 made in one order, on GPUs too.
 
 `grouped_linear` is one linear layer for each expert, on rows in the order of the experts. It is torch's grouped matrix product where it has
@@ -38,24 +38,26 @@ def inverse(permutation: Tensor) -> Tensor:
     return found
 
 
-def spread(tokens: Tensor, source: Tensor, num_slots: int, is_padded: bool, places: Tensor | None = None) -> Tensor:
+def spread_rows(
+    tokens: Tensor, source: Tensor, num_slots: int, is_padded: bool, places: Tensor | None = None
+) -> Tensor:
     """Row m is token source[m] // k of [N, H], for k = `num_slots`. `is_padded`: some rows are none's."""
     count, width = tokens.shape
     token = source if num_slots == 1 else source.div(num_slots, rounding_mode="floor")
 
     def back(grad: Tensor) -> Tensor:
-        slots = _placed(grad, source, count * num_slots, is_padded, places)
+        slots = _placed_rows(grad, source, count * num_slots, is_padded, places)
         return slots if num_slots == 1 else slots.view(count, num_slots, width).sum(1)
 
-    return linear_map(tokens, lambda x: _taken(x, token, is_padded), back)
+    return linear_map(tokens, lambda x: _taken_rows(x, token, is_padded), back)
 
 
 def collected(rows: Tensor, source: Tensor, num_slots: int, is_padded: bool, places: Tensor | None = None) -> Tensor:
     """[`num_slots`, H]: slot source[m] is row m of [M, H]. Rows that are none's are dropped."""
     return linear_map(
         rows,
-        lambda x: _placed(x, source, num_slots, is_padded, places),
-        lambda grad: _taken(grad, source, is_padded),
+        lambda x: _placed_rows(x, source, num_slots, is_padded, places),
+        lambda grad: _taken_rows(grad, source, is_padded),
     )
 
 
@@ -85,7 +87,7 @@ def touched(tensor: Tensor, other: Tensor) -> Tensor:
     return found
 
 
-def _placed(rows: Tensor, source: Tensor, num_slots: int, is_padded: bool, places: Tensor | None) -> Tensor:
+def _placed_rows(rows: Tensor, source: Tensor, num_slots: int, is_padded: bool, places: Tensor | None) -> Tensor:
     """Row m at place source[m]. One place more takes the rows that are none's."""
     if places is not None:
         return rows.index_select(0, places)
@@ -94,7 +96,7 @@ def _placed(rows: Tensor, source: Tensor, num_slots: int, is_padded: bool, place
     return slots[:num_slots]
 
 
-def _taken(slots: Tensor, source: Tensor, is_padded: bool) -> Tensor:
+def _taken_rows(slots: Tensor, source: Tensor, is_padded: bool) -> Tensor:
     """The row at place source[m]; zero for the place after the last."""
     if is_padded:
         slots = torch.cat((slots, slots.new_zeros(1, *slots.shape[1:])))
@@ -124,19 +126,21 @@ def grouped_linear(
     `weight` is [E, out, in], or [E, in, out] if `is_transposed`; `bias` is [E, out].
     """
     right = weight if is_transposed else weight.transpose(-2, -1)
-    found = _grouped(rows, right, counts) if _has_grouped(rows, right) else _looped(rows, right, counts)
+    found = (
+        _grouped_products(rows, right, counts) if _has_grouped(rows, right) else _looped_products(rows, right, counts)
+    )
     if bias is None:
         return found
     repeats = torch.tensor(counts, device=rows.device)
     return found + bias.repeat_interleave(repeats, 0, output_size=rows.shape[0])
 
 
-def _grouped(rows: Tensor, right: Tensor, counts: Sequence[int]) -> Tensor:
+def _grouped_products(rows: Tensor, right: Tensor, counts: Sequence[int]) -> Tensor:
     ends = torch.tensor(list(itertools.accumulate(counts)), dtype=torch.int32, device=rows.device)
     return F.grouped_mm(rows, right, offs=ends)
 
 
-def _looped(rows: Tensor, right: Tensor, counts: Sequence[int]) -> Tensor:
+def _looped_products(rows: Tensor, right: Tensor, counts: Sequence[int]) -> Tensor:
     parts = torch.split(rows, list(counts))
     return torch.cat([part @ own for part, own in zip(parts, right.unbind(), strict=True)])
 

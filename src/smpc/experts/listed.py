@@ -56,7 +56,7 @@ class _Call:
 
 
 @dataclass(slots=True, eq=False)
-class Block:
+class ListedBlock:
     """A block of experts on this rank. `calls` is a list while the block runs; `position`: of the second run's next call."""
 
     name: str
@@ -75,8 +75,8 @@ class Block:
     widths: dict[tuple[int, torch.dtype], torch.Size] = field(default_factory=dict)
     reached: frozenset[str] | None = None  # see `_reached`
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Block:
-        copied = Block(self.name, [], self.group, self.options, [], self.keeps, is_invented=self.is_recorded)
+    def __deepcopy__(self, memo: dict[int, Any]) -> ListedBlock:
+        copied = ListedBlock(self.name, [], self.group, self.options, [], self.keeps, is_invented=self.is_recorded)
         memo[id(self)] = copied
         copied.members, copied.outside = copy.deepcopy((self.members, self.outside), memo)
         return copied
@@ -122,7 +122,7 @@ class Block:
         assert self.position is not None
         call = self.calls[self.position] if self.position < len(self.calls) else None
         self.position += 1
-        if call is None or call.expert != expert or not _same(call.given, rows):
+        if call is None or call.expert != expert or not _same_expert_values(call.given, rows):
             raise UsageError(
                 f"{self.name}: expected what one expert gets not to depend on what another returns, nor on how often the block has run, "
                 f"found other rows for module {expert} when they had returned; leave these modules whole (`experts=`)"
@@ -154,7 +154,7 @@ class Block:
 
     def _of_one(self, rows: Tensor) -> Any:
         """What an expert of this rank returns for a row of zeros."""
-        with torch.no_grad(), torch.random.fork_rng(devices=_devices(rows)):
+        with torch.no_grad(), torch.random.fork_rng(devices=_devices_of_listed_experts(rows)):
             return own_forward(self.members[self.mine.start], rows.new_zeros(1, rows.shape[-1]))
 
     def wanted_parameters(self) -> Iterator[nn.Parameter]:
@@ -169,7 +169,7 @@ class Block:
             copied = (self.absent or _sharing_memory(self.members[self.mine.start], self)).to(dtype)
             own = {name: parameter for name, parameter in copied.named_parameters() if parameter.requires_grad}
             row = torch.zeros(1, width, dtype=dtype, device=next(copied.parameters()).device)
-            with torch.enable_grad(), torch.random.fork_rng(devices=_devices(row)):
+            with torch.enable_grad(), torch.random.fork_rng(devices=_devices_of_listed_experts(row)):
                 found = own_forward(copied, row) if self.absent is None else copied.forward(row)
                 total = found.sum() + row.new_zeros(()).requires_grad_()
             grads = torch.autograd.grad(total, [*own.values()], allow_unused=True)
@@ -214,7 +214,7 @@ class Block:
             if part.shape[0]:
                 found.append(own_forward(self.members[expert], part))
             elif needs_all:
-                with torch.random.fork_rng(devices=_devices(rows)):
+                with torch.random.fork_rng(devices=_devices_of_listed_experts(rows)):
                     found.append(own_forward(self.members[expert], rows.new_ones(1, rows.shape[1]))[:0])
         if found:
             served = torch.cat(found)
@@ -228,7 +228,7 @@ class BlockOfExperts(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """What the block returns with all experts at hand, for this rank's inputs. All ranks of the group call it."""
-        block: Block = vars(self)[_BLOCK]
+        block: ListedBlock = vars(self)[_BLOCK]
         own = super().forward
         if block.is_invented:
             return own(*args, **kwargs)
@@ -238,9 +238,9 @@ class BlockOfExperts(nn.Module):
             )
         block.calls, block.position = [], None
         try:
-            with _undone(self, block):
-                own(*tree_map(_copied, args), **tree_map(_copied, kwargs))
-            back = block.exchange(_like(args, kwargs))
+            with _undone_expert_run(self, block):
+                own(*tree_map(_copied_for_expert, args), **tree_map(_copied_for_expert, kwargs))
+            back = block.exchange(_like_expert_arguments(args, kwargs))
             block.position = 0
             output = own(*args, **kwargs)
             if block.position != len(block.calls):
@@ -249,10 +249,10 @@ class BlockOfExperts(nn.Module):
                 )
         finally:
             block.calls, block.position = None, None
-        return _connected(output, back) if back.requires_grad else output
+        return _connected_expert_output(output, back) if back.requires_grad else output
 
 
-class Container(nn.Module):
+class ListedContainer(nn.Module):
     """The forward of what holds the experts and has none of its own: whoever gathers its parameters has them in place."""
 
     def forward(self, serve: Callable[[Tensor], Tensor], rows: Tensor) -> Tensor:
@@ -260,7 +260,7 @@ class Container(nn.Module):
         return serve(rows)
 
 
-class Expert(nn.Module):
+class ListedExpert(nn.Module):
     """The forward of an expert: in a run of its block, what the block says."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -280,12 +280,12 @@ class Expert(nn.Module):
 
 def own_forward(member: nn.Module, rows: Tensor) -> Any:
     """The forward that an expert's class has."""
-    return cast(Expert, member).own(rows)
+    return cast(ListedExpert, member).own(rows)
 
 
 def spread_out(
     found: Listed, group: TensorGroup, options: Options, *, keeps: bool = False, in_parts: bool = False
-) -> Block:
+) -> ListedBlock:
     """Leaves this rank its experts, in place. Their parameters stay the same objects; those of the others are dropped.
 
     `keeps`: they are not; the caller has left nothing in them, or will before the block is called. `in_parts`: what stays will lie in
@@ -294,17 +294,17 @@ def spread_out(
     members = found.members
     inside = {id(module) for member in members for module in member.modules()}
     outside = [module for module in found.block.modules() if id(module) not in inside]
-    block = Block(found.name, members, group, options, outside, keeps, in_parts)
+    block = ListedBlock(found.name, members, group, options, outside, keeps, in_parts)
     if in_parts:
         block.absent = _on_meta(members[block.mine.start])
     if in_parts and found.container is not found.block:
         block.container = found.container
-        take_role(found.container, Container)
+        take_role(found.container, ListedContainer)
     for expert, member in enumerate(members):
         if expert not in block.mine and not keeps:
             _drop_parameters(member)
         vars(member)[_MEMBER] = (block, expert)
-        take_role(member, Expert)
+        take_role(member, ListedExpert)
     vars(found.block)[_BLOCK] = block
     take_role(found.block, BlockOfExperts)
     mark_leaf(found.block)
@@ -316,7 +316,7 @@ def _on_meta(member: nn.Module) -> nn.Module:
     return _with_parameters(member, lambda parameter: torch.empty_like(parameter, device="meta"), {})
 
 
-def _sharing_memory(member: nn.Module, block: Block) -> nn.Module:
+def _sharing_memory(member: nn.Module, block: ListedBlock) -> nn.Module:
     """A copy with the same values."""
     return _with_parameters(member, torch.detach, {id(block): block})
 
@@ -346,14 +346,16 @@ def _absent_dtype(member: nn.Module, dtype: torch.dtype) -> None:
 
 
 @contextmanager
-def _undone(module: nn.Module, block: Block) -> Iterator[None]:
+def _undone_expert_run(module: nn.Module, block: ListedBlock) -> Iterator[None]:
     """Takes back what a run does to random numbers and buffers, and calls no forward hooks inside."""
     buffers = [(buffer, buffer.detach().clone()) for part in block.outside for buffer in part.buffers(recurse=False)]
     parts = [part for part in (*block.outside, *block.members) if part is not module]
     hooks = [(part, part._forward_hooks) for part in parts if part._forward_hooks]
     for part, _ in hooks:
         part._forward_hooks = type(part._forward_hooks)()
-    with torch.random.fork_rng(devices=_devices(*(buffer for buffer, _ in buffers), *module.parameters())):
+    with torch.random.fork_rng(
+        devices=_devices_of_listed_experts(*(buffer for buffer, _ in buffers), *module.parameters())
+    ):
         try:
             yield
         finally:
@@ -365,21 +367,21 @@ def _undone(module: nn.Module, block: Block) -> Iterator[None]:
                         buffer.copy_(before)
 
 
-def _devices(*tensors: Tensor) -> list[int]:
+def _devices_of_listed_experts(*tensors: Tensor) -> list[int]:
     """The GPUs that tensors are on, for `fork_rng`."""
     return sorted({tensor.get_device() for tensor in tensors if tensor.is_cuda})
 
 
-def _copied(value: Any) -> Any:
+def _copied_for_expert(value: Any) -> Any:
     return value.clone() if isinstance(value, Tensor) else value
 
 
-def _like(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | None:
+def _like_expert_arguments(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | None:
     leaves, _ = tree_flatten((args, kwargs))
     return next((leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.is_floating_point() and leaf.dim()), None)
 
 
-def _connected(output: Any, back: Tensor) -> Any:
+def _connected_expert_output(output: Any, back: Tensor) -> Any:
     """The output, whose backward reaches what came back, though no row may have been used."""
     leaves, structure = tree_flatten(output)
     for place, leaf in enumerate(leaves):
@@ -389,7 +391,7 @@ def _connected(output: Any, back: Tensor) -> Any:
     return output
 
 
-def _same(first: Tensor, second: Tensor) -> bool:
+def _same_expert_values(first: Tensor, second: Tensor) -> bool:
     """Whether two tensors have the same values; NaN is NaN."""
     if first.shape != second.shape or first.dtype != second.dtype:
         return False

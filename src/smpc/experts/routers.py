@@ -52,11 +52,11 @@ def balanced(logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
     """Round robin over the experts."""
     _check_logits(logits, k)
     count, num_experts = logits.shape
-    index = round_robin(count, k, num_experts, logits.device)
+    index = round_robin_route(count, k, num_experts, logits.device)
     return index, _own_weights(logits, index)
 
 
-def round_robin(num_tokens: int, k: int, num_experts: int, device: torch.device) -> Tensor:
+def round_robin_route(num_tokens: int, k: int, num_experts: int, device: torch.device) -> Tensor:
     """[N, k]: 0, 1, .. modulo E, line by line. The k experts of a token are different ones if k <= E."""
     return (torch.arange(num_tokens * k, device=device) % num_experts).view(num_tokens, k)
 

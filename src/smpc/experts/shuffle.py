@@ -9,7 +9,7 @@ many tokens as it had, so numbers may differ between ranks.
     mixed, ticket = shuffle(tokens, seed, group)
     result = unshuffle(layer(mixed), ticket, group)
 
-`exchange` brings rows from every rank of a group to every other, in numbers that differ: an all-to-all that autograd goes back through.
+`exchange_rows` brings rows from every rank of a group to every other, in numbers that differ: an all-to-all that autograd goes through.
 All ranks know the largest number of rows that any of them sends to any. So all of them decide alike whether the rows go through the
 memory that the processes of a host share, padded, or through the process group, as they are.
 """
@@ -27,7 +27,7 @@ from smpc.experts.linear import permuted, unpermuted
 
 
 @dataclass(frozen=True, slots=True)
-class Traffic:
+class ShuffleTraffic:
     """How many rows go where. `send`, `receive`: by rank. `widest`: the largest number between any two ranks."""
 
     send: tuple[int, ...]
@@ -35,18 +35,18 @@ class Traffic:
     widest: int
 
     @property
-    def back(self) -> Traffic:
+    def back(self) -> ShuffleTraffic:
         """The same rows the other way."""
-        return Traffic(self.receive, self.send, self.widest)
+        return ShuffleTraffic(self.receive, self.send, self.widest)
 
 
-def exchange(rows: Tensor, traffic: Traffic, group: TensorGroup) -> Tensor:
+def exchange_rows(rows: Tensor, traffic: ShuffleTraffic, group: TensorGroup) -> Tensor:
     """Sends the first `send[0]` rows of [M, ...] to rank 0, the next to rank 1; returns what arrives, by rank."""
     return collective(rows, group, lambda x: moved(x, traffic, group), lambda grad: moved(grad, traffic.back, group))
 
 
-def moved(rows: Tensor, traffic: Traffic, group: TensorGroup) -> Tensor:
-    """`exchange` outside autograd."""
+def moved(rows: Tensor, traffic: ShuffleTraffic, group: TensorGroup) -> Tensor:
+    """`exchange_rows` outside autograd."""
     room = 1 << max(traffic.widest - 1, 0).bit_length()  # few sizes, as each is laid out once
     shape = (group.size * room, *rows.shape[1:])
     slots = group.slots_for(rows.new_empty(1).expand(shape))
@@ -69,14 +69,14 @@ class Shuffle:
 
     leaving: Tensor
     arriving: Tensor
-    traffic: Traffic
+    traffic: ShuffleTraffic
 
 
 def shuffle(tokens: Tensor, seed: int, group: TensorGroup) -> tuple[Tensor, Shuffle]:
     """[N, ...] other tokens of the group, and what `unshuffle` needs. `seed` must be the same on all ranks; another for each call."""
     sizes: list[int] = gathered(torch.tensor([tokens.shape[0]], device=tokens.device), 0, group).tolist()
     ticket = _drawn_order(sizes, seed, group.rank, tokens.device)
-    arrived = exchange(permuted(tokens, ticket.leaving), ticket.traffic, group)
+    arrived = exchange_rows(permuted(tokens, ticket.leaving), ticket.traffic, group)
     return permuted(arrived, ticket.arriving), ticket
 
 
@@ -84,7 +84,7 @@ def unshuffle(tokens: Tensor, ticket: Shuffle, group: TensorGroup) -> Tensor:
     """Every token back to the rank and the place that `shuffle` took it from."""
     if tokens.shape[0] != len(ticket.arriving):
         raise UsageError(f"unshuffle: expected {len(ticket.arriving)} tokens, as shuffle gave, found {tokens.shape[0]}")
-    arrived = exchange(unpermuted(tokens, ticket.arriving), ticket.traffic.back, group)
+    arrived = exchange_rows(unpermuted(tokens, ticket.arriving), ticket.traffic.back, group)
     return unpermuted(arrived, ticket.leaving)
 
 
@@ -96,7 +96,7 @@ def _drawn_order(sizes: list[int], seed: int, rank: int, device: torch.device) -
     own = slice(sum(sizes[:rank]), sum(sizes[: rank + 1]))
     owner = torch.arange(len(sizes)).repeat_interleave(torch.tensor(sizes))
     pairs = torch.bincount(owner * len(sizes) + owner[place], minlength=len(sizes) ** 2).view(len(sizes), -1)
-    traffic = Traffic(tuple(pairs[rank].tolist()), tuple(pairs[:, rank].tolist()), int(pairs.max()))
+    traffic = ShuffleTraffic(tuple(pairs[rank].tolist()), tuple(pairs[:, rank].tolist()), int(pairs.max()))
     leaving = torch.argsort(place[own])  # by rank, and in each by the place that it goes to
     # What arrives lies by the rank that it came from, and in each by place.
     came_from = owner[order[own]]

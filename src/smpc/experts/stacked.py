@@ -24,7 +24,7 @@ from smpc.executor.sharded_state import replacement
 from smpc.experts.confirm import Confirmed
 from smpc.experts.dispatch import capacity_of, combine, dispatch, owned
 from smpc.experts.linear import scale_gradient
-from smpc.experts.routers import round_robin
+from smpc.experts.routers import round_robin_route
 from smpc.tracer import register_shape_rule
 
 
@@ -83,7 +83,7 @@ class PartOfExperts(nn.Module):
         tokens = hidden.reshape(-1, hidden.shape[-1])
         index = index.reshape(-1, index.shape[-1])
         if options.router == "balanced":
-            index = round_robin(len(tokens), index.shape[1], parts.num_experts, index.device)
+            index = round_robin_route(len(tokens), index.shape[1], parts.num_experts, index.device)
         capacity = None
         if options.capacity_factor is not None:
             capacity = capacity_of(options.capacity_factor, len(tokens), index.shape[1], parts.num_experts)

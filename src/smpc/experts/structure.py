@@ -90,7 +90,7 @@ def find_experts(model: nn.Module, patterns: Sequence[str] | None = None) -> lis
     inside: set[int] = set()
     names = {id(module): name for name, module in model.named_modules()}
     for name, module in model.named_modules():
-        if id(module) in inside or not _matches(name, patterns):
+        if id(module) in inside or not _matches_expert_pattern(name, patterns):
             continue
         stacked = _stacked_experts(name, module)
         if stacked is not None:
@@ -104,7 +104,7 @@ def find_experts(model: nn.Module, patterns: Sequence[str] | None = None) -> lis
     return found
 
 
-def _matches(name: str, patterns: Sequence[str] | None) -> bool:
+def _matches_expert_pattern(name: str, patterns: Sequence[str] | None) -> bool:
     return patterns is None or any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)
 
 
@@ -174,9 +174,14 @@ def _shape_of(module: nn.Module) -> tuple[object, ...]:
 
 def _router_sizes(parent: nn.Module, container: nn.Module) -> set[int]:
     """The sizes of the parameters of two dimensions beside the experts."""
-    return {size for parameter in _outside(parent, container) if parameter.dim() == 2 for size in parameter.shape}
+    return {
+        size
+        for parameter in _outside_of_expert_structure(parent, container)
+        if parameter.dim() == 2
+        for size in parameter.shape
+    }
 
 
-def _outside(parent: nn.Module, container: nn.Module) -> Iterator[nn.Parameter]:
+def _outside_of_expert_structure(parent: nn.Module, container: nn.Module) -> Iterator[nn.Parameter]:
     inside = {id(parameter) for parameter in container.parameters()}
     return (parameter for parameter in parent.parameters() if id(parameter) not in inside)

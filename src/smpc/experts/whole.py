@@ -1,6 +1,6 @@
 """The state of a whole model, from and to ranks that hold some of its experts.
 
-A `Holdings` is made before experts are cut, and knows the names, in their order, that the whole model's state has. Experts' tensors are
+`ExpertHoldings` are made before experts are cut, and know the names, in their order, that the whole model's state has. Experts' tensors are
 gathered expert by expert along a new first dimension, or along the one that they have; everything else is the same on every rank.
 """
 
@@ -30,7 +30,7 @@ class _Rows:
 
 
 @dataclass(frozen=True, slots=True)
-class Holdings:
+class ExpertHoldings:
     """What a rank holds of a model. `first`: by the names in the state dict, the name that stands for all of the same tensor."""
 
     group: TensorGroup
@@ -38,7 +38,7 @@ class Holdings:
     rows: tuple[_Rows, ...]
 
     @classmethod
-    def of(cls, model: nn.Module, found: Sequence[Found], group: TensorGroup) -> Holdings:
+    def of(cls, model: nn.Module, found: Sequence[Found], group: TensorGroup) -> ExpertHoldings:
         """For experts that are about to be cut."""
         seen: dict[int, str] = {}
         state = model.state_dict(keep_vars=True)
@@ -120,13 +120,13 @@ class Holdings:
 def _expert_tensors(found: Found) -> list[tuple[tuple[str, ...], int, bool]]:
     """The names of the tensors of experts, their number, and whether one tensor has them all."""
     if isinstance(found, Stacked):
-        return [((_joined(found.name, name),), found.num_experts, True) for name in found.parameters]
-    members = [_joined(found.name, key) for key in found.keys]
+        return [((_joined_whole_name(found.name, name),), found.num_experts, True) for name in found.parameters]
+    members = [_joined_whole_name(found.name, key) for key in found.keys]
     names = list(found.members[0].state_dict())
     return [(tuple(f"{member}.{name}" for member in members), len(members), False) for name in names]
 
 
-def _joined(prefix: str, name: str) -> str:
+def _joined_whole_name(prefix: str, name: str) -> str:
     return f"{prefix}.{name}" if prefix else name
 
 

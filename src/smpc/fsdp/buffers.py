@@ -74,8 +74,8 @@ def cast_buffers(
     found = []
     for root, child in roots.items():
         for name, module in child.named_modules():
-            dtype = dtypes[root][_innermost(name, dtypes[root])]
-            if dtype is None or id(module) in left or _stays(module):
+            dtype = dtypes[root][_innermost_unit_of_buffer(name, dtypes[root])]
+            if dtype is None or id(module) in left or _buffer_stays(module):
                 continue
             kept = {
                 each: buffer
@@ -92,11 +92,11 @@ def cast_buffers(
     return tuple(found)
 
 
-def _innermost(name: str, units: Mapping[str, object]) -> str:
+def _innermost_unit_of_buffer(name: str, units: Mapping[str, object]) -> str:
     while name not in units:
         name = name.rpartition(".")[0]
     return name
 
 
-def _stays(module: nn.Module) -> bool:
+def _buffer_stays(module: nn.Module) -> bool:
     return isinstance(module, _NormBase) or type(module).__module__.startswith("torchmetrics")

@@ -215,7 +215,7 @@ def _are_modules(value: object) -> bool:
     return value is None or (isinstance(value, list) and all(isinstance(each, nn.Module) for each in value))
 
 
-def _plain(value: Any) -> Any:
+def _plain_config_value(value: Any) -> Any:
     return value.upper() if isinstance(value, str) else value
 
 
@@ -233,6 +233,6 @@ def _field_contradictions(given: Mapping[str, Any]) -> list[tuple[type[ConfigErr
         found += [f"{name}: expected state_dict_type sharded beside it, found full" for name in planners]
     if not given.get("auto_wrap", True):
         defaults = {each.name: each.default for each in fields(FSDPConfig)}
-        chosen = [name for name in _WRAPPING if name in given and _plain(given[name]) != defaults[name]]
+        chosen = [name for name in _WRAPPING if name in given and _plain_config_value(given[name]) != defaults[name]]
         found += [f"{name}: expected auto_wrap True beside it" for name in chosen]
     return [(ConfigError, text) for text in found]

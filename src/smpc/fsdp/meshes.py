@@ -31,7 +31,7 @@ Groups = tuple[tuple[int, ...], ...]
 
 
 @dataclass(frozen=True, slots=True)
-class Over:
+class MeshesOver:
     """All groups of a kind that units are over. `replicas`: of pairs. `slices`: how many ranks slice layers together."""
 
     shards: Groups
@@ -43,8 +43,8 @@ class Over:
         for rank in range(sum(map(len, self.shards))):
             if any(row not in self.shards for row in self.grid(rank)):
                 raise ConfigError(
-                    f"process_group: expected shards and replicas that make a grid, found shards {_told(self.shards)} and replicas "
-                    f"{_told(self.replicas or ())}"
+                    f"process_group: expected shards and replicas that make a grid, found shards {_groups_text(self.shards)} and replicas "
+                    f"{_groups_text(self.replicas or ())}"
                 )
 
     def grid(self, rank: int) -> Groups:
@@ -70,18 +70,18 @@ class Over:
         return frozenset(member // self.slices for row in self.grid(rank) for member in row)
 
 
-def over_all(groups: Iterable[Any], slices: int = 1) -> dict[Any, Over]:
+def over_all(groups: Iterable[Any], slices: int = 1) -> dict[Any, MeshesOver]:
     """These groups, by `key_of`, in the same order on all ranks. Collective if ranks name their own members.
 
     `slices`: how many ranks slice layers together; of a group those are meant that have the same slice.
     """
-    found: dict[Any, Over] = {}
+    found: dict[Any, MeshesOver] = {}
     for group in groups:
         if group is not None and key_of(group) not in found:
             shards, *replicas = (_groups_of(each) for each in (group if _is_pair(group) else (group,)))
             if slices > 1:
                 shards, *replicas = (among_slices(each, slices) for each in (shards, *replicas))
-            found[key_of(group)] = Over(shards, replicas[0] if replicas else None, slices)
+            found[key_of(group)] = MeshesOver(shards, replicas[0] if replicas else None, slices)
             if slices > 1:
                 _mesh_axes(found[key_of(group)])
     return found
@@ -99,13 +99,13 @@ def check_name(group: Any) -> None:
             partition(each, dist.get_world_size(), known_local_size())
 
 
-def meshes_of(kinds: Iterable[Over], device_type: str) -> dict[Over, DeviceMesh]:
+def meshes_of(kinds: Iterable[MeshesOver], device_type: str) -> dict[MeshesOver, DeviceMesh]:
     """The mesh of each kind that this rank is in; equal groups are made once. Collective."""
     made: dict[Groups, distributed.ProcessGroup] = {}
     return {kind: _mesh_over(kind, device_type, made) for kind in dict.fromkeys(kinds)}
 
 
-def _mesh_over(kind: Over, device_type: str, made: dict[Groups, distributed.ProcessGroup]) -> DeviceMesh:
+def _mesh_over(kind: MeshesOver, device_type: str, made: dict[Groups, distributed.ProcessGroup]) -> DeviceMesh:
     """The device mesh over which units are sharded; makes groups that are not there."""
     if kind.slices > 1:
         axes = _mesh_axes(kind)
@@ -122,12 +122,12 @@ def _mesh_over(kind: Over, device_type: str, made: dict[Groups, distributed.Proc
     return DeviceMesh.from_group(own, device_type, mesh=rows, mesh_dim_names=("replica", "shard"))
 
 
-def _mesh_axes(kind: Over) -> dict[str, int]:
+def _mesh_axes(kind: MeshesOver) -> dict[str, int]:
     """The axes of a mesh over all ranks that has these groups, outer ones first, slices last. Raises ConfigUnsupportedError for none."""
     total = sum(map(len, kind.shards)) // kind.slices
-    found = {"shard": _strided(kind.shards, kind.slices)}
+    found = {"shard": _strided_mesh_groups(kind.shards, kind.slices)}
     if kind.replicas is not None:
-        found["replica"] = _strided(kind.replicas, kind.slices)
+        found["replica"] = _strided_mesh_groups(kind.replicas, kind.slices)
     inner_first: list[tuple[str, int]] = [(AXIS, kind.slices)]
     reached = 1
     for name in ("shard", "replica") if "replica" in found else ("shard",):
@@ -135,7 +135,7 @@ def _mesh_axes(kind: Over) -> dict[str, int]:
         if stride % reached:
             raise ConfigUnsupportedError(
                 f"process_group: expected shards that follow one another inside of their replicas beside tp, found shards "
-                f"{_told(kind.shards)} and replicas {_told(kind.replicas or ())}"
+                f"{_groups_text(kind.shards)} and replicas {_groups_text(kind.replicas or ())}"
             )
         inner_first += [(f"between {name}", stride // reached), (name, size)]
         reached = stride * size
@@ -143,13 +143,13 @@ def _mesh_axes(kind: Over) -> dict[str, int]:
     return {name: size for name, size in reversed(inner_first) if size > 1 or name in found}
 
 
-def _strided(groups: Groups, slices: int) -> tuple[int, int]:
+def _strided_mesh_groups(groups: Groups, slices: int) -> tuple[int, int]:
     """(size, distance) of groups that all have as many ranks, each as far from the next one: of places, which slices share."""
     places = [[rank // slices for rank in members] for members in groups]
     size, stride = len(places[0]), places[0][1] - places[0][0] if len(places[0]) > 1 else 1
     if stride < 1 or any(each != list(range(each[0], each[0] + size * stride, stride)) for each in places):
         raise ConfigUnsupportedError(
-            f"process_group: expected groups of one size, with ranks at one distance, beside tp, found {_told(groups)}"
+            f"process_group: expected groups of one size, with ranks at one distance, beside tp, found {_groups_text(groups)}"
         )
     return size, stride
 
@@ -169,5 +169,5 @@ def _groups_of(group: Any) -> Groups:
     return joined(dist.all_gather_object(tuple(group)))
 
 
-def _told(groups: Groups) -> str:
+def _groups_text(groups: Groups) -> str:
     return ", ".join(str(list(members)) for members in groups)

@@ -30,9 +30,9 @@ from smpc import dist
 from smpc.errors import ConfigError, ConfigTypeError, ConfigUnsupportedError
 from smpc.fsdp.buffers import CastBuffers, cast_buffers
 from smpc.fsdp.config import FSDPConfig, MixedPrecision
-from smpc.fsdp.meshes import Over, key_of, meshes_of, over_all
+from smpc.fsdp.meshes import MeshesOver, key_of, meshes_of, over_all
 from smpc.fsdp.tensor import AXIS, TensorConfig, check_beside, data_sizes
-from smpc.fsdp.values import Values
+from smpc.fsdp.values import ValuesBeforeSlicing
 from smpc.fsdp.wrapping import Wrapped, recomputed, units_of
 from smpc.sharding import Keep, ShardingOptions, Unit, shard
 from smpc.sharding.shard import Incoming, own_modules
@@ -104,13 +104,13 @@ def prepare(
     of the whole ones. `device_type`: "cpu" or "cuda". `tensor`: layers that are sliced first; FSDP shards over the ranks with the same
     slices. Raises ConfigError for fields that do not fit the model or the ranks, before any process group is made.
     """
-    roots = _roots(model, config)
+    roots = _roots_to_prepare(model, config)
     units = {name: units_of(root) for name, root in roots.items()}
     _check_shared(model, roots)
     slices = 1 if tensor is None else tensor.tensor_parallel_degree
     degrees = config.degrees(*data_sizes(slices))
     _check_options(units, config)
-    own = over_all((_group(unit, config) for each in units.values() for unit in each), slices)
+    own = over_all((_group_to_prepare(unit, config) for each in units.values() for unit in each), slices)
     if slices > 1:
         check_beside(config)
     ignored = _ignored_parameters(model, config)
@@ -119,13 +119,13 @@ def prepare(
     for line in config.told:
         warnings.warn(line, stacklevel=3)
     is_hybrid = config.is_hybrid or config.sharding_strategy == "NO_SHARD"
-    prepared = Prepared(model, config, _mesh(device_type, degrees, slices, is_hybrid=is_hybrid))
+    prepared = Prepared(model, config, _mesh_to_prepare(device_type, degrees, slices, is_hybrid=is_hybrid))
     meshes = meshes_of(own.values(), device_type)
     before = dict(model.named_parameters(remove_duplicate=False))
     source = Incoming.of(model.parameters(), 0, device_type)
     values = None
     if tensor is not None and slices > 1:
-        values = Values(model, source, device_type, offload=config.cpu_offload)
+        values = ValuesBeforeSlicing(model, source, device_type, offload=config.cpu_offload)
         values.slice(tensor, prepared.mesh, is_meta=is_meta)
     if config.activation_checkpointing or config.activation_cpu_offload:
         _save_less(roots.values(), config)
@@ -139,7 +139,7 @@ def prepare(
         _set_prefetch(root, config, units[name])
     if values is not None:
         values.settle()
-    prepared.numbered = _numbered(model, roots, units, config, own)
+    prepared.numbered = _numbered_prepared_units(model, roots, units, config, own)
     if config.auto_wrap:
         _sync_buffers(model, device_type)
         prepared.buffers = _cast_buffers(model, config, policies, whole)
@@ -173,7 +173,9 @@ def _cast_buffers(
     policies: Mapping[tuple[str, str], MixedPrecision],
     whole: MixedPrecision,
 ) -> tuple[CastBuffers, ...]:
-    children = {name: child for name, child in _children(model) if getattr(child, "_fsdp_wrap", True) is not False}
+    children = {
+        name: child for name, child in _children_to_prepare(model) if getattr(child, "_fsdp_wrap", True) is not False
+    }
     dtypes: dict[str, dict[str, torch.dtype | None]] = {name: {"": whole.buffer_dtype} for name in children}
     for (root, unit), policy in policies.items():
         dtypes[root][unit] = policy.buffer_dtype
@@ -185,31 +187,31 @@ def _unit_options(
     unit: Wrapped,
     config: FSDPConfig,
     policies: Mapping[tuple[str, str], MixedPrecision],
-    meshes: Mapping[Over, DeviceMesh],
-    own: Mapping[Any, Over],
+    meshes: Mapping[MeshesOver, DeviceMesh],
+    own: Mapping[Any, MeshesOver],
 ) -> Unit:
     """A unit with what the configuration and its wrapping ask for."""
-    over = _over(unit, config, own)
+    over = _prepared_unit_over(unit, config, own)
     keep = Keep.MICROBATCH if _keeps_whole(unit, config) else Keep.NEVER
     mesh = None if over is None else meshes[over]
-    return Unit(unit.name, mesh, keep=keep, policy=_policy(policies[root, unit.name]))
+    return Unit(unit.name, mesh, keep=keep, policy=_prepared_policy(policies[root, unit.name]))
 
 
-def _group(unit: Wrapped, config: FSDPConfig) -> Any:
+def _group_to_prepare(unit: Wrapped, config: FSDPConfig) -> Any:
     return unit.options.get("process_group", config.process_group)
 
 
-def _over(unit: Wrapped, config: FSDPConfig, own: Mapping[Any, Over]) -> Over | None:
-    group = _group(unit, config)
+def _prepared_unit_over(unit: Wrapped, config: FSDPConfig, own: Mapping[Any, MeshesOver]) -> MeshesOver | None:
+    group = _group_to_prepare(unit, config)
     return None if group is None else own[key_of(group)]
 
 
-def _numbered(
+def _numbered_prepared_units(
     model: nn.Module,
     roots: Mapping[str, nn.Module],
     units: Mapping[str, Sequence[Wrapped]],
     config: FSDPConfig,
-    own: Mapping[Any, Over],
+    own: Mapping[Any, MeshesOver],
 ) -> dict[str, tuple[int, int]]:
     """See `Prepared`."""
     rank = dist.get_global_rank()
@@ -219,7 +221,7 @@ def _numbered(
     number_of: dict[nn.Module, tuple[int, int]] = {}
     for name, root in roots.items():
         for unit in units[name]:
-            over = _over(unit, config, own)
+            over = _prepared_unit_over(unit, config, own)
             if over in numbers:
                 number_of |= dict.fromkeys(own_modules(root.get_submodule(unit.name)), numbers[over])
     return {
@@ -230,7 +232,7 @@ def _numbered(
     }
 
 
-def _roots(model: nn.Module, config: FSDPConfig) -> dict[str, nn.Module]:
+def _roots_to_prepare(model: nn.Module, config: FSDPConfig) -> dict[str, nn.Module]:
     """The direct children that have parameters; none where the script has sharded the model by itself."""
     if not config.auto_wrap:
         if any(isinstance(module, FSDPModule) for module in model.modules()):
@@ -245,7 +247,7 @@ def _roots(model: nn.Module, config: FSDPConfig) -> dict[str, nn.Module]:
             "them into a module"
         )
     found = {}
-    for name, child in _children(model):
+    for name, child in _children_to_prepare(model):
         if next(child.parameters(), None) is None or type(child).__module__.startswith("torchmetrics"):
             continue
         if getattr(child, "_fsdp_wrap", True) is False:
@@ -257,11 +259,11 @@ def _roots(model: nn.Module, config: FSDPConfig) -> dict[str, nn.Module]:
     return found
 
 
-def _children(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Module]]:
+def _children_to_prepare(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Module]]:
     """The direct children; of lists and dictionaries of modules, which are never called, their members."""
     for name, child in module.named_children():
         if isinstance(child, nn.ModuleList | nn.ModuleDict) and type(child).forward is nn.Module.forward:
-            yield from _children(child, f"{prefix}{name}.")
+            yield from _children_to_prepare(child, f"{prefix}{name}.")
         else:
             yield f"{prefix}{name}", child
 
@@ -347,7 +349,7 @@ def _sync_buffers(model: nn.Module, device_type: str) -> None:
         buffer.copy_(values)
 
 
-def _mesh(device_type: str, degrees: tuple[int, int], slices: int, *, is_hybrid: bool) -> DeviceMesh:
+def _mesh_to_prepare(device_type: str, degrees: tuple[int, int], slices: int, *, is_hybrid: bool) -> DeviceMesh:
     axes = {"replica": degrees[0], "shard": degrees[1]} if is_hybrid else {"shard": degrees[1]}
     axes |= {AXIS: slices} if slices > 1 else {}
     return init_device_mesh(device_type, tuple(axes.values()), mesh_dim_names=tuple(axes))
@@ -361,7 +363,7 @@ def _keeps_whole(unit: Wrapped, config: FSDPConfig) -> bool:
     return config.keeps_whole
 
 
-def _policy(precision: MixedPrecision) -> MixedPrecisionPolicy:
+def _prepared_policy(precision: MixedPrecision) -> MixedPrecisionPolicy:
     return MixedPrecisionPolicy(param_dtype=precision.param_dtype, reduce_dtype=precision.reduce_dtype)
 
 
@@ -380,10 +382,10 @@ def _save_less(roots: Iterable[nn.Module], config: FSDPConfig) -> None:
             if config.activation_checkpointing:
                 module.forward = functools.partial(checkpoint, module.forward, use_reentrant=False)
             if config.activation_cpu_offload:
-                module.forward = functools.partial(_offloaded, module.forward)
+                module.forward = functools.partial(_prepared_offloaded, module.forward)
 
 
-def _offloaded(forward: Callable[..., Any], *args: Any, **options: Any) -> Any:
+def _prepared_offloaded(forward: Callable[..., Any], *args: Any, **options: Any) -> Any:
     with torch.autograd.graph.save_on_cpu(pin_memory=torch.cuda.is_available()):
         return forward(*args, **options)
 
@@ -413,12 +415,14 @@ def hand_over(optimizer: torch.optim.Optimizer, exchanged: Mapping[nn.Parameter,
     optimizer.state.clear()
     for old, values in state.items():
         new = exchanged.get(old, old)
-        optimizer.state[new] = {name: _beside(new, as_state_of(new, value)) for name, value in values.items()}
+        optimizer.state[new] = {
+            name: _prepared_beside_parameter(new, as_state_of(new, value)) for name, value in values.items()
+        }
     for group in optimizer.param_groups:
         group["params"] = [exchanged.get(parameter, parameter) for parameter in group["params"]]
 
 
-def _beside(parameter: nn.Parameter, value: Any) -> Any:
+def _prepared_beside_parameter(parameter: nn.Parameter, value: Any) -> Any:
     """An optimizer's state for a parameter, moved to its device; a count of steps may stay anywhere."""
     return value.to(parameter.device) if isinstance(value, Tensor) and value.dim() else value
 

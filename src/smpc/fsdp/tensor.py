@@ -99,7 +99,9 @@ def slice_layers(model: nn.Module, config: TensorConfig, mesh: DeviceMesh) -> No
     plan names some: they would not share it any more.
     """
     names = [name for name, _ in model.named_modules()]
-    strangers = [pattern for pattern in config.layer_plan if not any(_fits(name, pattern) for name in names)]
+    strangers = [
+        pattern for pattern in config.layer_plan if not any(_fits_sliced_layer(name, pattern) for name in names)
+    ]
     if strangers:
         raise ConfigError(
             f"tp: layer_plan: expected names of modules, found {', '.join(map(repr, strangers))}, which none has"
@@ -116,7 +118,7 @@ def slice_layers(model: nn.Module, config: TensorConfig, mesh: DeviceMesh) -> No
         )
 
 
-def _fits(name: str, pattern: str) -> bool:
+def _fits_sliced_layer(name: str, pattern: str) -> bool:
     parts, wanted = name.split("."), pattern.split(".")
     return len(parts) == len(wanted) and all(map(fnmatch.fnmatch, parts, wanted))
 

@@ -24,10 +24,10 @@ from smpc.errors import ConfigUnsupportedError
 from smpc.fsdp.tensor import AXIS, TensorConfig, slice_layers
 from smpc.sharding import exchange
 from smpc.sharding.shard import Incoming
-from smpc.sharding.tensors import local, own_part
+from smpc.sharding.tensors import local, own_part_of_sharded
 
 
-class Values:
+class ValuesBeforeSlicing:
     """The parameters of a model before it is sliced. `source`: gives rank 0's; `offload`: shards are kept in CPU memory."""
 
     def __init__(self, model: nn.Module, source: Incoming, device_type: str, *, offload: bool = False) -> None:
@@ -66,7 +66,7 @@ class Values:
             if old is new:  # neither sliced nor sharded
                 continue
             values = self._brought(old, new) if self._is_meta else old
-            if values.numel() and not torch.equal(local(new), own_part(new, values).to(new.device)):
+            if values.numel() and not torch.equal(local(new), own_part_of_sharded(new, values).to(new.device)):
                 wrong.append(name)
             old.data = torch.empty(0, dtype=old.dtype, device=old.device)
         if wrong:

@@ -19,7 +19,7 @@ from smpc.compile.passes import plan_trace
 from smpc.compile.result import Traced
 from smpc.errors import CodegenError, TraceError
 from smpc.in_place.skeleton import Whole, skeleton, trained_parameters
-from smpc.in_place.view import Installed, Root, install
+from smpc.in_place.view import InstalledView, Root, install
 from smpc.in_place.wrappers import is_wrapped, own_modules
 from smpc.recorded import OPTIONS, outputs_of
 from smpc.tracer.attempt import Request
@@ -45,7 +45,7 @@ class _Program:
     environment: Environment
 
 
-class InPlace(Installed):
+class InPlace(InstalledView):
     """See the module's docstring. `parameters`: as they were before anybody divided them."""
 
     def __init__(self, model: nn.Module, parameters: tuple[Whole, ...], rewrite: Rewrite) -> None:
@@ -76,7 +76,7 @@ class InPlace(Installed):
         programs = self._programs.setdefault(self._state(), [])
         self._versions.poll()
         for program in programs:
-            values = _fitting(program.trace, self._model, args, kwargs)
+            values = _inputs_fitting_forward(program.trace, self._model, args, kwargs)
             if values is not None and program.environment.difference() is None:
                 return program, values
         if len(programs) == _LIMIT:
@@ -94,7 +94,7 @@ class InPlace(Installed):
             (inner, inner.training, is_wrapped(outer, inner), hook_of(inner), trained_parameters(inner))
             for _, outer, inner in own_modules(self._model)
         )
-        return modules, tuple((kind, *_autocast(kind)) for kind in ("cpu", "cuda"))
+        return modules, tuple((kind, *_autocast_in_forward(kind)) for kind in ("cpu", "cuda"))
 
     def _made(self, args: Any, kwargs: dict[str, Any]) -> _Program:
         found = skeleton(self._model, self._parameters)
@@ -114,7 +114,9 @@ class InPlace(Installed):
         return _Program(trace, traced, code, stage_class(code).forward, environment)
 
 
-def _fitting(trace: Trace, model: nn.Module, args: Any, kwargs: Mapping[str, Any]) -> dict[str, Tensor] | None:
+def _inputs_fitting_forward(
+    trace: Trace, model: nn.Module, args: Any, kwargs: Mapping[str, Any]
+) -> dict[str, Tensor] | None:
     """The inputs of a trace by name, if it is one of such inputs."""
     try:
         values = input_values(trace, args, kwargs)
@@ -123,7 +125,7 @@ def _fitting(trace: Trace, model: nn.Module, args: Any, kwargs: Mapping[str, Any
     return None if trace.guards and broken_guard(trace, model, values) is not None else values
 
 
-def _autocast(kind: str) -> tuple[bool, torch.dtype]:
+def _autocast_in_forward(kind: str) -> tuple[bool, torch.dtype]:
     return torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)
 
 

@@ -29,14 +29,14 @@ class View:
         object.__setattr__(self, "_smpc_module", module)
 
     def __getattr__(self, name: str) -> Any:
-        return _seen(getattr(self._smpc_module, name))
+        return _seen_through_view(getattr(self._smpc_module, name))
 
     def __setattr__(self, name: str, value: Any) -> None:
         setattr(unwrapped(self._smpc_module), name, value)
 
     def __getitem__(self, key: Any) -> Any:
         module = self._smpc_module
-        return _seen(getattr(module, str(key)))
+        return _seen_through_view(getattr(module, str(key)))
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Calls the module with all that is around it."""
@@ -67,7 +67,7 @@ class Root(View):
         return run_checkpointed(region, *values, preserve_rng_state=preserve_rng_state, buffers=owners)
 
 
-def _seen(value: Any) -> Any:
+def _seen_through_view(value: Any) -> Any:
     if isinstance(value, nn.Module):
         return View(value)
     return local(value) if isinstance(value, Tensor) else value
@@ -82,7 +82,7 @@ class Run:
         self.function = function
 
 
-class Installed:
+class InstalledView:
     """The replacement of a module's forward. It belongs to this module, and cannot be copied."""
 
     def __init__(self, module: nn.Module) -> None:
@@ -109,7 +109,7 @@ class Installed:
 def install(module: nn.Module) -> None:
     """Let a module run functions that it is called with."""
     if not hasattr(vars(module).get("forward"), INSTALLED):
-        vars(module)["forward"] = Installed(module)
+        vars(module)["forward"] = InstalledView(module)
 
 
 def _without_view(value: Tensor) -> Tensor:

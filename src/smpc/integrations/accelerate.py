@@ -114,7 +114,8 @@ class PipelineAccelerator(Accelerator):  # type: ignore[misc]
         """The objects, made fit for a pipeline, in their order: models, optimizers, data loaders, schedulers; any other as it is."""
         # A model is needed by its optimizer, and an optimizer by its scheduler, in whatever order they are given.
         made = {
-            number: self._made(each) for number, each in sorted(enumerate(objects), key=lambda item: _turn(item[1]))
+            number: self._made(each)
+            for number, each in sorted(enumerate(objects), key=lambda item: _turn_in_accelerate(item[1]))
         }
         found = tuple(made[number] for number in range(len(objects)))
         return found[0] if len(found) == 1 else found
@@ -346,7 +347,7 @@ class _Scheduler(AcceleratedScheduler):  # type: ignore[misc]
                 super().step(*args, **kwargs)
 
 
-def _turn(each: Any) -> int:
+def _turn_in_accelerate(each: Any) -> int:
     """Models first, then optimizers, then schedulers."""
     kinds = nn.Module, Optimizer, LRScheduler
     return next((number for number, kind in enumerate(kinds) if isinstance(each, kind)), len(kinds))

@@ -118,7 +118,7 @@ class PipelineTrainer(Trainer):  # type: ignore[misc]
         model.train()
         self.optimizer.forget()
         divisor = 1 if self._is_scaled(num_items_in_batch) else self.current_gradient_accumulation_steps
-        step, share = self._cut(inputs, num_items_in_batch, _train, _train_whole)
+        step, share = self._cut(inputs, num_items_in_batch, _train_in_trainer, _train_whole)
         loss: Tensor = step(model, dict(inputs), self, share, divisor).reduce_mean()
         return loss.detach()
 
@@ -132,12 +132,12 @@ class PipelineTrainer(Trainer):  # type: ignore[misc]
         has_loss = has_labels or (not names and bool(inputs.get("return_loss", self.can_return_loss)))
         labels = None
         if has_loss:
-            found = tuple(_detached(inputs.get(name)) for name in names)
+            found = tuple(_detached_in_trainer(inputs.get(name)) for name in names)
             labels = found[0] if len(found) == 1 else found
         if ignore_keys is None:
             ignore_keys = list(getattr(self.model.config, "keys_to_ignore_at_inference", ["past_key_values"]))
         num_items = self.get_batch_samples(iter([inputs]), 1, self.args.device)[1] if has_loss else None
-        step, share = self._cut(inputs, num_items, _predict, _predict_whole)
+        step, share = self._cut(inputs, num_items, _predict_in_trainer, _predict_whole)
         with torch.no_grad():
             loss, logits = step(model, dict(inputs), self, share, has_loss, prediction_loss_only, tuple(ignore_keys))
         mean = None if loss is None else loss.reduce_mean()
@@ -266,7 +266,7 @@ def _predict_body(
 
 
 @smp.step
-def _train(model: Any, inputs: Any, trainer: Any, share: Any, divisor: int) -> Tensor:
+def _train_in_trainer(model: Any, inputs: Any, trainer: Any, share: Any, divisor: int) -> Tensor:
     return _train_body(model, inputs, trainer, share, divisor)
 
 
@@ -276,7 +276,9 @@ def _train_whole(model: Any, inputs: Any, trainer: Any, share: Any, divisor: int
 
 
 @smp.step
-def _predict(model: Any, inputs: Any, trainer: Any, share: Any, has_loss: bool, loss_only: bool, ignored: Any) -> Any:
+def _predict_in_trainer(
+    model: Any, inputs: Any, trainer: Any, share: Any, has_loss: bool, loss_only: bool, ignored: Any
+) -> Any:
     return _predict_body(model, inputs, trainer, share, has_loss, loss_only, ignored)
 
 
@@ -293,7 +295,7 @@ def _num_counted(module: nn.Module) -> int:
     return int(count(exclude_embeddings=True)) if callable(count) else sum(p.numel() for p in module.parameters())
 
 
-def _detached(value: Any) -> Any:
+def _detached_in_trainer(value: Any) -> Any:
     return value.detach() if isinstance(value, Tensor) else value
 
 

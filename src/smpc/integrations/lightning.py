@@ -110,7 +110,7 @@ class PipelineStrategy(Strategy):  # type: ignore[misc]
 
     def process_dataloader(self, dataloader: object) -> object:
         """The same, which must be divided among replicas already, where there are several."""
-        rank, size = _replica()
+        rank, size = _lightning_replica()
         sampler = dataloader.sampler if isinstance(dataloader, DataLoader) else None
         if size == 1 or (
             isinstance(sampler, DistributedSampler) and (sampler.rank, sampler.num_replicas) == (rank, size)
@@ -127,7 +127,7 @@ class PipelineStrategy(Strategy):  # type: ignore[misc]
         """Make the network a DistributedModel, and the optimizer one of it."""
         assert self.accelerator is not None
         self.accelerator.setup(trainer)
-        module = _module(self)
+        module = _lightning_module(self)
         self._name = _check_module(module, self._name, self.precision_plugin)
         if not isinstance(self.network, smp.DistributedModel):
             setattr(module, self._name, smp.DistributedModel(self.network))
@@ -151,14 +151,14 @@ class PipelineStrategy(Strategy):  # type: ignore[misc]
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         """Whether it begins an update."""
-        self._is_first = batch_idx % _module(self).trainer.accumulate_grad_batches == 0
+        self._is_first = batch_idx % _lightning_module(self).trainer.accumulate_grad_batches == 0
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         """Forward and backward of one batch, all microbatches of it; what the module's step returns, on every rank."""
         optimizer = self.optimizers[0]
         if self._is_first:
             optimizer.zero_grad()
-        output = self._step("training_step", args, kwargs, _module(self).trainer.accumulate_grad_batches)
+        output = self._step("training_step", args, kwargs, _lightning_module(self).trainer.accumulate_grad_batches)
         optimizer.holds = True
         return output
 
@@ -176,7 +176,7 @@ class PipelineStrategy(Strategy):  # type: ignore[misc]
 
     def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
         """Lightning's hooks around a backward that `training_step` has done."""
-        module = _module(self)
+        module = _lightning_module(self)
         loss: Tensor = self.precision_plugin.pre_backward(closure_loss, module)
         self.optimizers[0].holds = False
         closed: Tensor = self.precision_plugin.post_backward(loss, module)
@@ -189,10 +189,10 @@ class PipelineStrategy(Strategy):  # type: ignore[misc]
     def _step(self, hook: str, args: tuple[Any, ...], kwargs: Mapping[str, Any], divisor: int) -> Any:
         batch, *rest = (*args, *kwargs.values())
         whole = not divides(batch)
-        run = _run_whole if whole else _run
+        run = _run_whole if whole else _run_in_lightning
         total = None if whole else self._counted(batch)
         output, values, told = run(self.network, batch, self, hook, tuple(rest), divisor, total)
-        module = _module(self)
+        module = _lightning_module(self)
         for name, value in values.items():
             options = told[name][0]
             kwargs, found = options.kwargs, value
@@ -230,7 +230,7 @@ class PipelineStrategy(Strategy):  # type: ignore[misc]
     @contextlib.contextmanager
     def collecting(self) -> Iterator[tuple[dict[str, Tensor], dict[str, _Options]]]:
         """The values that the module logs in this context, by name, with options."""
-        module: Any = _module(self)
+        module: Any = _lightning_module(self)
         values: dict[str, Tensor] = {}
         told: dict[str, _Options] = {}
 
@@ -253,19 +253,19 @@ class PipelineStrategy(Strategy):  # type: ignore[misc]
 
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
         """The mean or sum over the replicas."""
-        if _replica()[1] == 1 or not isinstance(tensor, Tensor):
+        if _lightning_replica()[1] == 1 or not isinstance(tensor, Tensor):
             return tensor
         total = tensor.clone()
-        dist.all_reduce(total, group=_replicas())
-        return total / _replica()[1] if str(reduce_op).lower() in ("mean", "avg") else total
+        dist.all_reduce(total, group=_lightning_replicas())
+        return total / _lightning_replica()[1] if str(reduce_op).lower() in ("mean", "avg") else total
 
     def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
         """Tensors of all replicas, stacked."""
-        size = _replica()[1]
+        size = _lightning_replica()[1]
         if size == 1:
             return tensor
         found = [torch.empty_like(tensor) for _ in range(size)]
-        dist.all_gather(found, tensor.contiguous(), group=_replicas())
+        dist.all_gather(found, tensor.contiguous(), group=_lightning_replicas())
         return torch.stack(found)
 
     def barrier(self, name: str | None = None) -> None:
@@ -292,7 +292,7 @@ class PipelineStrategy(Strategy):  # type: ignore[misc]
         """The state dict of the whole module, on rank 0; call it on every rank."""
         own = self.network.state_dict(gather_to_rank0=True)
         found = {f"{self._name}.{name}": value for name, value in own.items()}
-        for name, child in _module(self).named_children():
+        for name, child in _lightning_module(self).named_children():
             if name != self._name:
                 found |= child.state_dict(prefix=f"{name}.")
         return found
@@ -302,7 +302,7 @@ class PipelineStrategy(Strategy):  # type: ignore[misc]
         given, prefix = dict(checkpoint["state_dict"]), f"{self._name}."
         own = {name.removeprefix(prefix): given.pop(name) for name in [*given] if name.startswith(prefix)}
         self.network.load_state_dict(own, strict=strict)
-        for name, child in _module(self).named_children():
+        for name, child in _lightning_module(self).named_children():
             if name != self._name:
                 part = {
                     key.removeprefix(f"{name}."): value for key, value in given.items() if key.startswith(f"{name}.")
@@ -372,8 +372,8 @@ def _model_body(
     with strategy.collecting() as (values, told):
         output = getattr(strategy.lightning_module, hook)(batch, *rest)
     weight = strategy.weight(batch, total)
-    output = _weighed(output, weight)
-    values = {name: each if told[name].size else _weighed(each, weight) for name, each in values.items()}
+    output = _weighed_for_lightning(output, weight)
+    values = {name: each if told[name].size else _weighed_for_lightning(each, weight) for name, each in values.items()}
     if divisor:
         loss = output.get("loss") if isinstance(output, Mapping) else output
         if not isinstance(loss, Tensor):
@@ -385,7 +385,7 @@ def _model_body(
 
 
 @smp.step
-def _run(network: Any, batch: Any, strategy: Any, hook: str, rest: Any, divisor: int, total: Any) -> Any:
+def _run_in_lightning(network: Any, batch: Any, strategy: Any, hook: str, rest: Any, divisor: int, total: Any) -> Any:
     return _model_body(network, batch, strategy, hook, rest, divisor, total)
 
 
@@ -394,12 +394,12 @@ def _run_whole(network: Any, batch: Any, strategy: Any, hook: str, rest: Any, di
     return _model_body(network, batch, strategy, hook, rest, divisor, total)
 
 
-def _weighed(value: Any, weight: float) -> Any:
+def _weighed_for_lightning(value: Any, weight: float) -> Any:
     """Numbers, which are means over the microbatch, as parts of the mean over the batch."""
     if weight == 1.0:
         return value
     if isinstance(value, Mapping):
-        return {name: _weighed(each, weight) for name, each in value.items()}
+        return {name: _weighed_for_lightning(each, weight) for name, each in value.items()}
     return value * weight if isinstance(value, Tensor) and not value.dim() else value
 
 
@@ -414,20 +414,20 @@ def _mean_of_outputs(value: Any, *, whole: bool) -> Any:
     return joined(value, whole=whole)
 
 
-def _module(strategy: Strategy) -> LightningModule:
+def _lightning_module(strategy: Strategy) -> LightningModule:
     module = strategy.lightning_module
     assert module is not None, "Lightning has connected it"
     return module
 
 
-def _replica() -> tuple[int, int]:
+def _lightning_replica() -> tuple[int, int]:
     """Which of how many replicas of the data this rank belongs to."""
     if smp.state.cfg.prescaled_batch:
         return smp.rdp_rank(), smp.rdp_size()
     return smp.dp_rank(), smp.dp_size()
 
 
-def _replicas() -> Any:
+def _lightning_replicas() -> Any:
     return smp.get_rdp_process_group() if smp.state.cfg.prescaled_batch else smp.get_dp_process_group()
 
 

@@ -51,7 +51,7 @@ from smpc.launch.nodes import NodeOptions, Place
 from smpc.launch.output import OutputOptions, RankOutput
 from smpc.launch.processes import Processes, RankCommand
 from smpc.launch.rendezvous import Failure, Rendezvous
-from smpc.launch.report import RankFailure, describe, headline, readable
+from smpc.launch.report import RankFailure, describe, headline_of_failure, readable
 from smpc.launch.store import listen
 from smpc.places import LOOPBACK, is_loopback
 
@@ -146,29 +146,31 @@ def launch(job: Job) -> int:
     """Run the job to its end and return its exit status; failures are described on stderr."""
     place = job.check(os.environ)
     for attempt in range(job.max_restarts):
-        status, is_final = _attempt(job, place, attempt)
+        status, is_final = _attempt_job(job, place, attempt)
         if is_final:
             return status
         print(f"smpc: restart {attempt + 1} of {job.max_restarts}: all ranks start again", file=sys.stderr, flush=True)
-    return _attempt(job, place, job.max_restarts)[0]
+    return _attempt_job(job, place, job.max_restarts)[0]
 
 
-def _attempt(job: Job, place: Place, attempt: int) -> tuple[int, bool]:
+def _attempt_job(job: Job, place: Place, attempt: int) -> tuple[int, bool]:
     """Run all ranks once: the exit status, and whether another attempt would change nothing or is not wanted."""
     listener = listen(place.master_addr, place.master_port) if place.hosts_store else None
     port = listener.getsockname()[1] if listener is not None else place.master_port
     output = RankOutput(job.output, sys.stdout, sys.stderr)
     inherit = job.output.is_inherited(job.num_ranks)
-    processes = Processes(output, inherit=inherit, grace=job.grace, log=_tell if job.is_verbose else None)
+    processes = Processes(output, inherit=inherit, grace=job.grace, log=_tell_of_job if job.is_verbose else None)
     with processes.signals(), tempfile.TemporaryDirectory(prefix="smpc_run_") as folder:
-        commands = _commands(job, place, port, Path(folder), attempt)
+        commands = _job_commands(job, place, port, Path(folder), attempt)
         rendezvous = Rendezvous(
             listener, place.master_addr, port, job.num_ranks, place.world_size, lambda: processes.left_early, attempt
         )
 
         def tell(failure: RankFailure) -> None:
             text = str(failure.report.get("py_callstack", ""))
-            rendezvous.tell(Failure(failure.at_fault, headline(failure), text, failure.status, failure.order))
+            rendezvous.tell(
+                Failure(failure.at_fault, headline_of_failure(failure), text, failure.status, failure.order)
+            )
 
         def interruption() -> Failure | None:
             if not processes.has_signal() or place.world_size == job.num_ranks:
@@ -184,7 +186,7 @@ def _attempt(job: Job, place: Place, attempt: int) -> tuple[int, bool]:
     return status, status in (0, _USAGE_STATUS) or processes.signal is not None
 
 
-def _tell(text: str) -> None:
+def _tell_of_job(text: str) -> None:
     print(readable(f"smpc: {text}"), file=sys.stderr, flush=True)
 
 
@@ -209,8 +211,8 @@ def _job_status(
     return failures[0].status
 
 
-def _commands(job: Job, place: Place, port: int, folder: Path, attempt: int = 0) -> list[RankCommand]:
-    environment = _environment(job.num_ranks, place)
+def _job_commands(job: Job, place: Place, port: int, folder: Path, attempt: int = 0) -> list[RankCommand]:
+    environment = _job_environment(job.num_ranks, place)
     environment |= {
         **job.variables,
         "MASTER_ADDR": LOOPBACK if is_loopback(place.master_addr) else place.master_addr,
@@ -251,7 +253,7 @@ def _command_line(job: Job, environment: Mapping[str, str]) -> tuple[str, ...]:
     return (sys.executable, "-u", str(_WORKER), str(os.getpid()), *script, *arguments)
 
 
-def _environment(num_ranks: int, place: Place) -> dict[str, str]:
+def _job_environment(num_ranks: int, place: Place) -> dict[str, str]:
     """The environment of the ranks: this process's, with defaults for unset variables."""
     import socket
 

@@ -106,7 +106,7 @@ class NodeOptions:
         if port is None and not violations:
             violations.append(f"--master-port: {what} need --master-port, a free port of node 0")
         if not violations:
-            node_rank, base_rank = _completed(node_rank, base_rank, num_ranks, world_size, violations)
+            node_rank, base_rank = _completed_node_numbers(node_rank, base_rank, num_ranks, world_size, violations)
         if node_rank is not None and base_rank is not None and not violations:
             violations += self._contradictions(node_rank, base_rank, num_ranks, world_size, reader)
         num_nodes = -(-world_size // num_ranks) if num_nodes is None else num_nodes
@@ -172,7 +172,7 @@ class NodeOptions:
         return Place(num_ranks, num_ranks, 0, 0, 1, LOOPBACK, port or 0)
 
 
-def _completed(
+def _completed_node_numbers(
     node_rank: int | None, base_rank: int | None, num_ranks: int, world_size: int, violations: list[str]
 ) -> tuple[int | None, int | None]:
     """Both numbers, of which one may follow from the other."""

@@ -167,7 +167,7 @@ class Processes:
             rank.failure = RankFailure(rank.command.place["rank"], code, time.time(), report, forced)
         if code is not None:
             rank.has_ended = True
-            self._log(f"rank {rank.command.place['rank']} (process {rank.process.pid}) {_end(code)}")
+            self._log(f"rank {rank.command.place['rank']} (process {rank.process.pid}) {_end_process(code)}")
             rank.left_early = rank.failure is None and (has_left or not forced)
             _kill_group(rank.process.pid)
 
@@ -228,7 +228,7 @@ def _say_nothing(text: str) -> None:
     """The log of a launcher without `-v`."""
 
 
-def _end(code: int) -> str:
+def _end_process(code: int) -> str:
     return f"ended with status {code}" if code >= 0 else f"was killed by signal {-code}"
 
 

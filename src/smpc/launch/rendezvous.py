@@ -203,11 +203,12 @@ class Rendezvous:
         store.set(f"{_PREFIX}/failure/{number}", json.dumps(fields))
         from torch._C._distributed_c10d import PrefixStore
 
-        from smpc.executor.failure.processes import Report, publish
+        from smpc.executor.failure.processes import ProcessReport, publish
         from smpc.launch.store import STORE_PREFIX
 
         publish(
-            PrefixStore(f"{STORE_PREFIX}{self._attempt}", store), Report(failure.rank, failure.headline, failure.text)
+            PrefixStore(f"{STORE_PREFIX}{self._attempt}", store),
+            ProcessReport(failure.rank, failure.headline, failure.text),
         )
 
     def _tell_ends(self, store: Store) -> None:

@@ -121,7 +121,7 @@ def _failures_as_text(failures: Sequence[RankFailure], num_ranks: int, left_earl
     return lines
 
 
-def headline(failure: RankFailure) -> str:
+def headline_of_failure(failure: RankFailure) -> str:
     """One line for the other ranks and the other nodes."""
     if failure.report and not failure.report["type"]:
         return str(failure.report["text"])

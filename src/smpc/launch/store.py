@@ -87,7 +87,7 @@ def job_store(launch: Launch, timeout: timedelta) -> Store:
     return _STORES[place]
 
 
-def of_call(store: Store, name: str, rank: int) -> Store:
+def store_of_call(store: Store, name: str, rank: int) -> Store:
     """The keys for one call of `name`: ranks meet in their n-th calls of it.
 
     Each rank counts its own calls, in the store itself: a late rank must not meet keys of an earlier call.
@@ -131,7 +131,7 @@ def _await_listener(address: str, port: int, timeout: timedelta) -> timedelta:
             time.sleep(min(max(waited / 10, _SHORTEST_LOOK), _LONGEST_LOOK))
 
 
-def of_job(store: Store) -> Store:
+def store_of_job(store: Store) -> Store:
     """Messages between the ranks and the launcher in torch.distributed's store.
 
     Not under torch's prefix, which changes between versions, but under one for every attempt that a launcher makes.

@@ -10,7 +10,7 @@ imports neither. It adds three things:
     - the rank dies with its launcher, even when that is killed with SIGKILL (Linux: PR_SET_PDEATHSIG), and what it has started dies, too:
       it tells the launcher's guard of its process group before the script runs;
     - an exception becomes a report, one JSON object in the file named by TORCHELASTIC_ERROR_FILE, in torch elastic's
-      format plus the fields of `_report`: the launcher learns which rank failed first, and shows that traceback alone;
+      format plus the fields of `_worker_report`: the launcher learns which rank failed first, and shows that traceback alone;
     - a rank that has failed exits within GRACE_SECONDS, whatever its threads and exit handlers wait for.
 
 A child that the script forks is no rank: how it ends is the script's business.
@@ -53,7 +53,7 @@ def main(launcher_pid: int, command: list[str]) -> int:
         status = _exit_status(error)
         if os.getpid() == own_pid:
             if status:
-                _write_report(_report(error, status))
+                _write_report(_worker_report(error, status))
                 _exit_soon(status)
             else:
                 _tell_launcher_of_end()
@@ -76,7 +76,7 @@ def _report_failure(error: BaseException) -> int:
     error.__traceback__ = _user_part(error.__traceback__)
     if getattr(sys.excepthook, "__module__", "") not in _PLAIN_HOOKS:  # a crash reporter, for instance
         sys.excepthook(type(error), error, error.__traceback__)
-    if not _write_report(_report(error, status)):
+    if not _write_report(_worker_report(error, status)):
         traceback.print_exception(error)
     _exit_soon(status)
     return status
@@ -182,7 +182,7 @@ def _user_part(trace: TracebackType | None) -> TracebackType | None:
     return trace
 
 
-def _report(error: BaseException, status: int) -> dict[str, Any]:
+def _worker_report(error: BaseException, status: int) -> dict[str, Any]:
     """Fields beside torch's own: `time` in seconds with fractions, `status`, `smpc_classes`, `is_exit` (SystemExit).
 
     `rank` is the global rank at fault, this one's.

@@ -72,7 +72,7 @@ def _degree_faults(degrees: Degrees) -> Iterator[str]:
         below = world // size * size
         counts = f"{below} or {below + size}" if below else str(size)
         yield (
-            f"expected a multiple of {size} processes ({_product(degrees)} make one replica of the model), found {world}; "
+            f"expected a multiple of {size} processes ({_product_of_degrees(degrees)} make one replica of the model), found {world}; "
             f"start {counts} processes, or change the degrees"
         )
     divides_parameters = degrees.shard > 1
@@ -93,7 +93,7 @@ def _by_name(degrees: Degrees) -> dict[str, int]:
     return {name: getattr(degrees, name) for name in KEYS}
 
 
-def _product(degrees: Degrees) -> str:
+def _product_of_degrees(degrees: Degrees) -> str:
     """The factors of a replica: pipeline and tensor always, the others where they are more than 1."""
     factors = ("pipeline", "tensor", "context", "shard")
     shown = [name for name in factors if name in ("pipeline", "tensor") or getattr(degrees, name) > 1]

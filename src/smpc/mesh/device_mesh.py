@@ -90,7 +90,7 @@ def mesh_of(given: DeviceMesh, *, expert_parallel_degree: int = 1) -> Mesh:
     Its dimensions are named as in `DIMENSIONS`, or pp, dp_replicate, dp_shard, cp, tp; those that are left out have one rank. Raises
     ConfigError for other names, and for an order of ranks that no placement has.
     """
-    sizes = _sizes(given)
+    sizes = _device_mesh_sizes(given)
     ranks = given.mesh.flatten().tolist()
     if sorted(ranks) != list(range(len(ranks))):
         raise ConfigError(f"device_mesh: expected all ranks from 0 to {len(ranks) - 1}, found {sorted(ranks)}")
@@ -107,7 +107,7 @@ def mesh_of(given: DeviceMesh, *, expert_parallel_degree: int = 1) -> Mesh:
     )
 
 
-def _sizes(given: DeviceMesh) -> dict[str, int]:
+def _device_mesh_sizes(given: DeviceMesh) -> dict[str, int]:
     """The sizes of a mesh's dimensions by our names, in its order."""
     names = given.mesh_dim_names or ()
     ours = [_OTHER_NAMES.get(name, name) for name in names]

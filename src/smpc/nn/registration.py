@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from smpc.errors import UsageError
 from smpc.nn.parallel import DistributedModule
-from smpc.nn.state_format import Format
+from smpc.nn.state_format import StateFormat
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 Translation = Callable[..., Any]
@@ -42,7 +42,7 @@ class Registration:
     read_arguments: Callable[[Any, Any], Arguments] | None = (
         None  # of a module and a configuration; None: the module remembers them
     )
-    format: Format | None = None  # how Hugging Face writes the module's state, instead of a state_hook
+    format: StateFormat | None = None  # how Hugging Face writes the module's state, instead of a state_hook
     fills: Callable[[Any, Any], Mapping[str, Fill]] | None = None  # how weights are drawn, by name, where not as always
 
     def arguments(self, module: nn.Module, config: object = None) -> Arguments | None:
@@ -79,9 +79,9 @@ class Registration:
             distributed.register_forward_hook(lambda module, args, output: back(output))
 
 
-def formats_in(model: nn.Module) -> list[Format]:
+def formats_in(model: nn.Module) -> list[StateFormat]:
     """Hugging Face's state formats of the layers that a model's distributed modules replace, each once."""
-    found: list[Format] = []
+    found: list[StateFormat] = []
     for module in model.modules():
         form = vars(module).get(_FORMAT)
         if form is not None and form not in found:

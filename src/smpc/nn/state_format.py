@@ -24,7 +24,7 @@ from smpc.errors import ConfigTypeError, UsageError
 
 
 @dataclass(frozen=True, slots=True)
-class Rule:
+class FormatRule:
     """One tensor of a layer of theirs is several of ours."""
 
     theirs: str
@@ -58,26 +58,28 @@ class Rule:
         return tensor.t() if self.transposed else tensor
 
 
-def renamed(modules: Mapping[str, str], tensors: tuple[str, ...] = ("weight", "bias")) -> tuple[Rule, ...]:
+def renamed(modules: Mapping[str, str], tensors: tuple[str, ...] = ("weight", "bias")) -> tuple[FormatRule, ...]:
     """Rules for modules, theirs and ours, whose tensors are the same."""
-    return tuple(Rule(f"{theirs}.{name}", (f"{ours}.{name}",)) for theirs, ours in modules.items() for name in tensors)
+    return tuple(
+        FormatRule(f"{theirs}.{name}", (f"{ours}.{name}",)) for theirs, ours in modules.items() for name in tensors
+    )
 
 
 @dataclass(frozen=True, slots=True)
-class Format:
+class StateFormat:
     """How the state dicts of a family of models are written."""
 
     name: str
     container: str  # of the layers
-    rules: tuple[Rule, ...]
-    others: tuple[tuple[Rule, ...], ...] = ()  # instead, for layers that are built in other ways
+    rules: tuple[FormatRule, ...]
+    others: tuple[tuple[FormatRule, ...], ...] = ()  # instead, for layers that are built in other ways
     forgotten: tuple[str, ...] = ()  # buffers that older releases of transformers saved with each layer
     in_files: tuple[tuple[str, str], ...] = ()  # patterns of other names that save_pretrained writes, and the model's
 
-    def rules_of(self, names: Collection[str]) -> tuple[Rule, ...]:
+    def rules_of(self, names: Collection[str]) -> tuple[FormatRule, ...]:
         """The rules of a layer, ours or theirs, that has tensors of these names: those that know most of them."""
 
-        def coverage(rules: tuple[Rule, ...]) -> int:
+        def coverage(rules: tuple[FormatRule, ...]) -> int:
             known = {name for rule in rules for name in (rule.theirs, *rule.ours)}
             return sum(name in known for name in names)
 

@@ -154,7 +154,9 @@ class FusedOptimizer(Optimizer, ABC):
             batch = found.get(key)
             if batch is None:
                 batch = found[key] = Batch([], Bucket(), group, step, self._tables if kernel else None)
-            entries = zip(batch.bucket.columns(), (param, grad, *_padded(states), master, maximum), strict=True)
+            entries = zip(
+                batch.bucket.columns(), (param, grad, *_padded_optimizer_states(states), master, maximum), strict=True
+            )
             for column, tensor in entries:
                 if tensor is not None:
                     column.append(tensor)
@@ -255,7 +257,7 @@ class FusedOptimizer(Optimizer, ABC):
                     self.state[parameter][name] = like.copy_(value.detach())
 
 
-def _padded(states: Iterable[Tensor]) -> tuple[Tensor | None, Tensor | None]:
+def _padded_optimizer_states(states: Iterable[Tensor]) -> tuple[Tensor | None, Tensor | None]:
     first, *rest = states
     return first, rest[0] if rest else None
 

@@ -112,13 +112,13 @@ class FusedLamb(FusedOptimizer):
                 batch.bucket,
                 rule,
                 batch.learning_rate(),
-                _clip(norm, group["max_grad_norm"], batch.bucket.params[0].device),
+                _lamb_clip(norm, group["max_grad_norm"], batch.bucket.params[0].device),
                 functools.partial(self.norm_groups.whole_norms, parameters=batch.parameters),
                 batch.tables,
             )
 
 
-def _clip(norm: Tensor | None, limit: float | None, device: torch.device) -> Tensor | None:
+def _lamb_clip(norm: Tensor | None, limit: float | None, device: torch.device) -> Tensor | None:
     """The divisor of gradients; the host does not wait for it."""
     if norm is None or not limit:
         return None

@@ -94,7 +94,7 @@ class Place:
         if own is not None and (_AGENT in environ or not any(environ.get(name) for name in _OUTER)):
             return own
         found = (_place_from(names, environ) for names in _MPI)
-        outer = next((place for place in found if place is not None), None) or _slurm(
+        outer = next((place for place in found if place is not None), None) or _place_in_slurm(
             environ, has_place=own is not None
         )
         if own is None:
@@ -107,19 +107,22 @@ class Place:
 
 def _place_from(names: _Names, environ: Mapping[str, str]) -> Place | None:
     """The place from one set of variables; None if none is set. ConfigError for an incomplete set."""
-    rank = _given(environ, (names.rank,))
-    size = _given(environ, names.world_size)
+    rank = _given_place_variable(environ, (names.rank,))
+    size = _given_place_variable(environ, names.world_size)
     if rank is None and size is None:
         return None
     if rank is None or size is None:
-        if names is _TORCH and any(_given(environ, (other.rank,)) for other in (*_MPI, _SLURM)):
+        if names is _TORCH and any(_given_place_variable(environ, (other.rank,)) for other in (*_MPI, _SLURM)):
             return None  # a leftover beside a complete set, which is checked against it
         missing = names.rank if rank is None else names.world_size[0]
         found = "=".join(size or rank or ())
         raise ConfigError(
             f"{missing}: expected a whole number, found '' in the environment, which has {found}; {_launcher_advice(names)}"
         )
-    local_rank, local_size = _given(environ, names.local_rank), _given(environ, names.local_size)
+    local_rank, local_size = (
+        _given_place_variable(environ, names.local_rank),
+        _given_place_variable(environ, names.local_size),
+    )
     problems = [
         f"{name}: expected a whole number, found {text!r} in the environment"
         for name, text in (pair for pair in (rank, size, local_rank, local_size) if pair is not None)
@@ -127,7 +130,7 @@ def _place_from(names: _Names, environ: Mapping[str, str]) -> Place | None:
     ]
     if problems:
         raise ConfigError("\n".join([*problems, _launcher_advice(names)]))
-    job = _given(environ, names.job)
+    job = _given_place_variable(environ, names.job)
     place = Place(
         int(rank[1]),
         int(size[1]),
@@ -141,7 +144,7 @@ def _place_from(names: _Names, environ: Mapping[str, str]) -> Place | None:
     return place
 
 
-def _given(environ: Mapping[str, str], names: tuple[str, ...]) -> tuple[str, str] | None:
+def _given_place_variable(environ: Mapping[str, str], names: tuple[str, ...]) -> tuple[str, str] | None:
     """The first of the variables that is set, and its text."""
     return next(((name, environ[name].strip()) for name in names if environ.get(name, "").strip()), None)
 
@@ -175,12 +178,12 @@ def _launcher_advice(names: _Names) -> str:
     )
 
 
-def _slurm(environ: Mapping[str, str], *, has_place: bool) -> Place | None:
+def _place_in_slurm(environ: Mapping[str, str], *, has_place: bool) -> Place | None:
     """The place of a task that srun has started; None in a batch script or an allocation's shell, which is one process.
 
     `has_place`: torch's variables already give this process a place.
     """
-    rank, size = _given(environ, (_SLURM.rank,)), _given(environ, _SLURM.world_size)
+    rank, size = _given_place_variable(environ, (_SLURM.rank,)), _given_place_variable(environ, _SLURM.world_size)
     is_task = bool(environ.get("SLURM_STEP_ID"))
     if rank is None or (not is_task and (has_place or (size is None and rank[1] == "0"))):
         return None
@@ -192,9 +195,12 @@ def _slurm(environ: Mapping[str, str], *, has_place: bool) -> Place | None:
             "with srun, one task for each process; for a job of one process, unset SLURM_PROCID"
         )
     local_size = _tasks_here(environ)
-    if local_size is None and (_given(environ, ("SLURM_STEP_NUM_NODES", "SLURM_NNODES")) or ("", ""))[1] == "1":
+    if (
+        local_size is None
+        and (_given_place_variable(environ, ("SLURM_STEP_NUM_NODES", "SLURM_NNODES")) or ("", ""))[1] == "1"
+    ):
         local_size = place.world_size
-    hosts = _given(environ, ("SLURM_STEP_NODELIST", "SLURM_NODELIST", "SLURM_JOB_NODELIST"))
+    hosts = _given_place_variable(environ, ("SLURM_STEP_NODELIST", "SLURM_NODELIST", "SLURM_JOB_NODELIST"))
     step = environ.get("SLURM_STEP_ID", "")
     return Place(
         place.rank,
@@ -211,7 +217,7 @@ def _slurm(environ: Mapping[str, str], *, has_place: bool) -> Place | None:
 def _tasks_here(environ: Mapping[str, str]) -> int | None:
     """The tasks of this node, from a list like `4(x2),3`; None if it does not say."""
     counts, node = (
-        _given(environ, ("SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE")),
+        _given_place_variable(environ, ("SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE")),
         environ.get("SLURM_NODEID", "0"),
     )
     if counts is None or not node.isdigit():

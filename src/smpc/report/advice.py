@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from smpc.compile.options import PipelineOptions
 from smpc.compile.passes import plan_trace
 from smpc.compile.result import Planned
-from smpc.compile.step import Around, StepParts, step_parts
+from smpc.compile.step import StepParts, StepSurroundings, step_parts
 from smpc.errors import SmpcError
 from smpc.partitioner.solve import rank_peaks
 from smpc.report.format import format_bytes
@@ -86,7 +86,7 @@ def outlook(options: PipelineOptions, planned: Planned) -> Outlook:
     """The advice on a plan that was made from a trace."""
     assert planned.traced is not None, "it was planned from a trace"
     return Outlook(
-        step_parts(planned.traced, planned.plan, planned.timeline, Around.of(options), options.recompute),
+        step_parts(planned.traced, planned.plan, planned.timeline, StepSurroundings.of(options), options.recompute),
         any(device.is_assumed for device in options.devices) and not planned.traced.is_measured,
         max(curve.peak_bytes for curve in memory_curves(planned.plan, planned.timeline)),
         min(options.limit_bytes or device.memory_bytes for device in options.devices),
@@ -139,7 +139,7 @@ def _planned(options: PipelineOptions, planned: Planned) -> _Way | None:
 
 def _way(options: PipelineOptions, planned: Planned) -> _Way:
     assert planned.traced is not None
-    parts = step_parts(planned.traced, planned.plan, planned.timeline, Around.of(options), options.recompute)
+    parts = step_parts(planned.traced, planned.plan, planned.timeline, StepSurroundings.of(options), options.recompute)
     return _Way(parts.total, planned.timeline.bubble_fraction, max(rank_peaks(planned.plan).values()))
 
 

@@ -51,16 +51,16 @@ def compare(before: Plan, after: Plan) -> tuple[Change, ...]:
 # ---- the plan as a whole
 
 
-def _text(value: object) -> str:
+def _compared_text(value: object) -> str:
     return printable(str(value)) or '""'
 
 
-def _fraction(value: float) -> str:
+def _compared_fraction(value: float) -> str:
     return f"{value:.2%}"
 
 
 _PLAN_FORMATS: Mapping[str, _Format] = {
-    "trace_fingerprint": lambda value: _text(value)[:16],
+    "trace_fingerprint": lambda value: _compared_text(value)[:16],
     "shared_parameters": lambda value: ", ".join(printable(item.name) for item in value) or "none",
     "step_time": format_time,
     "link_latency": format_time,
@@ -69,8 +69,8 @@ _PLAN_FORMATS: Mapping[str, _Format] = {
     "rate": lambda value: f"{format_bytes(value)}/s",
     "latency": format_time,
     "memory_limit": lambda value: format_bytes(value) if value else "none",
-    "bubble_fraction": _fraction,
-    "gap": _fraction,
+    "bubble_fraction": _compared_fraction,
+    "gap": _compared_fraction,
     "bottleneck": lambda value: f"{value:.4f}",
     "lower_bound": lambda value: f"{value:.4f}",
     "memory_weight": lambda value: f"{value:g}",
@@ -91,7 +91,7 @@ def _plan_changes(before: Plan, after: Plan) -> Iterator[Change]:
             formats = _SCHEDULE_FORMATS if field.name == "schedule" else _PLAN_FORMATS
             yield from _field_changes(field.name, old, new, formats)
         elif old != new:
-            yield _field_change("plan", field.name, old, new, _PLAN_FORMATS.get(field.name, _text))
+            yield _field_change("plan", field.name, old, new, _PLAN_FORMATS.get(field.name, _compared_text))
 
 
 def _field_changes(where: str, before: Any, after: Any, formats: Mapping[str, _Format]) -> Iterator[Change]:
@@ -105,23 +105,23 @@ def _field_changes(where: str, before: Any, after: Any, formats: Mapping[str, _F
             amount = f"-{gone} +{come}" if gone or come else "reordered"
             yield Change(where, field.name, str(len(old)), str(len(new)), amount)
         else:
-            yield _field_change(where, field.name, old, new, formats.get(field.name, _text))
+            yield _field_change(where, field.name, old, new, formats.get(field.name, _compared_text))
 
 
 def _field_change(where: str, what: str, old: Any, new: Any, form: _Format) -> Change:
     """A change of a field, formatted."""
     amount = ""
-    if form is _fraction:
+    if form is _compared_fraction:
         amount = f"{100 * (new - old):+.2f} points"
     elif isinstance(old, (int, float)) and isinstance(new, (int, float)):
         amount = f"{new / old - 1:+.1%}" if old else ""
     before, after = form(old), form(new)
     if before == after:  # they differ in digits that are not shown
-        before, after = _text(old), _text(new)
+        before, after = _compared_text(old), _compared_text(new)
     return Change(where, what, before, after, amount)
 
 
-def _some(names: Sequence[str]) -> str:
+def _some_compared_names(names: Sequence[str]) -> str:
     pieces = compress(names)
     more = f", and {len(pieces) - _MAX_MODULES} more" if len(pieces) > _MAX_MODULES else ""
     return printable(", ".join(pieces[:_MAX_MODULES]) + more) or _ABSENT
@@ -138,11 +138,11 @@ def _moved_modules(before: Plan, after: Plan) -> Iterator[Change]:
     moves: dict[tuple[str, str], list[str]] = {}
     for name in names:
         if name not in parents:
-            move = _where(name, old), _where(name, new)
+            move = _where_compared(name, old), _where_compared(name, new)
             if move[0] != move[1]:
                 moves.setdefault(move, []).append(name)
     for (source, target), found in moves.items():
-        yield Change(MODULES, _some(found), source, target)
+        yield Change(MODULES, _some_compared_names(found), source, target)
 
 
 def _stages_of_modules(plan: Plan) -> dict[str, list[int]]:
@@ -161,7 +161,7 @@ def _ancestors(name: str) -> list[str]:
     return [".".join(parts[:depth]) for depth in range(len(parts) - 1, -1, -1)]
 
 
-def _where(name: str, stages_of: Mapping[str, list[int]]) -> str:
+def _where_compared(name: str, stages_of: Mapping[str, list[int]]) -> str:
     """The stages of a module or of the smallest listed module around it."""
     for candidate in (name, *_ancestors(name)):
         if candidate in stages_of:
@@ -214,9 +214,9 @@ def _stage_changes(before: Plan, after: Plan) -> Iterator[Change]:
     for index in range(max(len(before.stages), len(after.stages))):
         where = f"stage {index}"
         if index >= len(before.stages):
-            yield Change(where, "", _ABSENT, _described(after.stages[index]), "new")
+            yield Change(where, "", _ABSENT, _compared_stage(after.stages[index]), "new")
         elif index >= len(after.stages):
-            yield Change(where, "", _described(before.stages[index]), _ABSENT, "gone")
+            yield Change(where, "", _compared_stage(before.stages[index]), _ABSENT, "gone")
         else:
             yield from _changes_of_stage(where, before.stages[index], after.stages[index])
 
@@ -229,7 +229,7 @@ def _changes_of_stage(where: str, before: Stage, after: Stage) -> Iterator[Chang
             yield dataclasses.replace(change, what=_TITLES.get(change.what, change.what))
 
 
-def _described(stage: Stage) -> str:
+def _compared_stage(stage: Stage) -> str:
     return f"rank {stage.rank}, {count(len(stage.modules), 'module')}, peak {format_bytes(stage.peak_memory_bytes)}"
 
 
@@ -240,9 +240,9 @@ def _edge_changes(before: Plan, after: Plan) -> Iterator[Change]:
     for key in sorted({**old, **new}):
         where = f"edge {'inputs' if key[0] == INPUTS else key[0]} to {key[1]}"
         if key not in old:
-            yield Change(where, "", _ABSENT, _carried(new[key]), "new")
+            yield Change(where, "", _ABSENT, _carried_when_compared(new[key]), "new")
         elif key not in new:
-            yield Change(where, "", _carried(old[key]), _ABSENT, "gone")
+            yield Change(where, "", _carried_when_compared(old[key]), _ABSENT, "gone")
         elif old[key] != new[key]:
             yield _change_of_edge(where, old[key], new[key])
 
@@ -254,9 +254,9 @@ def _change_of_edge(where: str, before: Edge, after: Edge) -> Change:
         amount = f"{total[1] / total[0] - 1:+.1%}" if total[0] else "new"
     else:
         amount = "other values" if before.values != after.values else "renumbered"
-    return Change(where, "", _carried(before), _carried(after), amount)
+    return Change(where, "", _carried_when_compared(before), _carried_when_compared(after), amount)
 
 
-def _carried(edge: Edge) -> str:
+def _carried_when_compared(edge: Edge) -> str:
     back = f", {format_bytes(edge.gradient_bytes)} back" if edge.gradient_bytes else ""
     return f"{count(len(edge.values), 'value')}, {format_bytes(edge.num_bytes)}{back}"

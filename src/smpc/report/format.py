@@ -9,7 +9,7 @@ schedule_name("interleaved")     "1F1B (SMP: interleaved)"
 compress(("h.0", "h.1", "ln"))   ("h.0-1", "ln")
 printable(name)                  control characters as escapes
 
-A stage has one colour (`hues`) on the page and in the picture: a hue of its own, paler where it runs forwards. Colours are OKLCH (B.
+A stage has one colour (`stage_hues`) on the page and in the picture: a hue of its own, paler where it runs forwards. Colours are OKLCH (B.
 Ottosson, "A perceptual color space for image processing", 2020): lightness, chroma, hue. `srgb` has them for programs that know red, green
 and blue only.
 """
@@ -98,7 +98,7 @@ LIGHT = {Op.FORWARD: (0.86, 0.075), Op.BACKWARD: (0.66, 0.14), Op.WEIGHT: (0.76,
 _FIRST_HUE, _GOLDEN_ANGLE, _MANY = 255.0, 137.508, 8  # degrees, degrees, stages
 
 
-def hues(num_stages: int) -> list[float]:
+def stage_hues(num_stages: int) -> list[float]:
     """Degrees for every stage. Few stages are spread around the colour circle; of many, neighbours are a golden angle apart."""
     step = 360 / num_stages if 0 < num_stages <= _MANY else _GOLDEN_ANGLE
     return [round((_FIRST_HUE + stage * step) % 360, 1) for stage in range(num_stages)]

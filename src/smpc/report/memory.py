@@ -69,7 +69,7 @@ def gradients_at_peak(stage: Stage) -> int:
     return stage.gradient_bytes + min(0, stage.communication_bytes + stage.transient_bytes)
 
 
-def working_bytes(stage: Stage) -> int:
+def reported_working_bytes(stage: Stage) -> int:
     """Messages in transit and working memory of operations, at the stage's peak."""
     return max(0, stage.communication_bytes + stage.transient_bytes)
 

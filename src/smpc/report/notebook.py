@@ -112,7 +112,7 @@ class ShownPlan(Plan):
     def __repr__(self) -> str:
         """Five lines: the model, its stages, the schedule, memory, how good it is."""
         stages, schedule, objective = self.stages, self.schedule, self.objective
-        first, last = (_short(module_list(stage.modules)) for stage in (stages[0], stages[-1]))
+        first, last = (_short_in_notebook(module_list(stage.modules)) for stage in (stages[0], stages[-1]))
         peaks = [stage.peak_memory_bytes for stage in stages]
         return "\n".join(
             (
@@ -158,5 +158,5 @@ class ShownPlan(Plan):
         return None if planned is None or planned.traced is None else outlook(self._options, planned)
 
 
-def _short(text: str, most: int = 40) -> str:
+def _short_in_notebook(text: str, most: int = 40) -> str:
     return text if len(text) <= most else f"{text[: most - 3]}..."

@@ -36,7 +36,16 @@ from smpc.compile.result import Compilation
 from smpc.compile.step import StepParts
 from smpc.partitioner.graph.plan import INPUTS, Plan
 from smpc.report.advice import Outlook
-from smpc.report.format import LIGHT, count, format_bytes, format_number, format_time, hues, printable, schedule_name
+from smpc.report.format import (
+    LIGHT,
+    count,
+    format_bytes,
+    format_number,
+    format_time,
+    printable,
+    schedule_name,
+    stage_hues,
+)
 from smpc.report.memory import memory_curves
 from smpc.report.tables import TextTable, memory_table, message_table, stage_table, summary, title
 from smpc.tracer.ir import Trace
@@ -53,7 +62,7 @@ def render_page(compilation: Compilation, found: Outlook | None = None) -> str:
     strengths = {
         f"{op.name.lower()}_{part}": f"{value:g}" for op in LIGHT for part, value in zip("lc", LIGHT[op], strict=True)
     }
-    style, script = _fill(_part("page.css"), strengths), _part("page.js")
+    style, script = _fill_page(_part_of_page("page.css"), strengths), _part_of_page("page.js")
     schedule = plan.schedule
     rank_of = {str(stage.index): stage.rank for stage in plan.stages}
     subtitle = (
@@ -65,24 +74,24 @@ def render_page(compilation: Compilation, found: Outlook | None = None) -> str:
         "model": html.escape(printable(plan.model_class.rpartition(".")[2])),
         "subtitle": html.escape(subtitle),
         "cards": _page_cards(plan, timeline, found),
-        "outlook": _outlook(found),
-        "programs": _programs(compilation),
+        "outlook": _outlook_on_page(found),
+        "programs": _programs_on_page(compilation),
         **{f"{name}_table": _html_table(table(plan), rank_of) for name, table in _TABLES.items()},
         "summary": "".join(f"<dt>{html.escape(a)}</dt><dd>{html.escape(b)}</dd>" for a, b in summary(plan)),
-        "data": _embedded(_page_data(compilation.trace, plan, timeline)),
+        "data": _embedded_in_page(_page_data(compilation.trace, plan, timeline)),
         "style": style,
         "style_hash": _hash(style),
         "script": script,
         "script_hash": _hash(script),
     }
-    return _fill(_part("page.html"), values)
+    return _fill_page(_part_of_page("page.html"), values)
 
 
-def _part(name: str) -> str:
+def _part_of_page(name: str) -> str:
     return importlib.resources.files("smpc.report").joinpath(name).read_text(encoding="utf-8")
 
 
-def _fill(template: str, values: Mapping[str, str]) -> str:
+def _fill_page(template: str, values: Mapping[str, str]) -> str:
     """The template with each `{{name}}` replaced, in one pass: values are not searched."""
     return _PLACEHOLDER.sub(lambda match: values[match[1]], template)
 
@@ -91,7 +100,7 @@ def _hash(text: str) -> str:
     return f"sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}"
 
 
-def _embedded(data: Any) -> str:
+def _embedded_in_page(data: Any) -> str:
     """JSON that can stand in a script element: it cannot end it, whatever the strings hold."""
     text = json.dumps(data, separators=(",", ":"), allow_nan=False)
     return text.replace("&", "\\u0026").replace("<", "\\u003c").replace(">", "\\u003e")
@@ -110,7 +119,7 @@ def _page_data(trace: Trace, plan: Plan, timeline: Timeline) -> dict[str, Any]:
         "num_ranks": timeline.num_ranks,
         "num_stages": len(plan.stages),
         "step_time": timeline.makespan,
-        "hues": hues(len(plan.stages)),
+        "hues": stage_hues(len(plan.stages)),
         "edges": [[edge.source, edge.destination] for edge in plan.edges if edge.source != INPUTS],
         "stage_of_rank": stage_of_rank,  # its first, for the colour of its memory
         "events": events,
@@ -146,7 +155,7 @@ def _page_cards(plan: Plan, timeline: Timeline, found: Outlook | None) -> str:
     allowed = "" if found is None else f", of {format_bytes(found.limit)}"
     cards = (
         ("Step", format_time(schedule.step_time if found is None else found.parts.total), "predicted"),
-        *(() if found is None else _rates(found.parts)),
+        *(() if found is None else _rates_on_page(found.parts)),
         ("Bubble", f"{schedule.bubble_fraction:.1%}", "of all ranks' time is idle"),
         ("Peak memory", format_bytes(highest.peak_bytes), f"on rank {highest.rank}{allowed}"),
         (
@@ -164,13 +173,13 @@ def _page_cards(plan: Plan, timeline: Timeline, found: Outlook | None) -> str:
     )
 
 
-def _rates(parts: StepParts) -> Iterator[tuple[str, str, str]]:
+def _rates_on_page(parts: StepParts) -> Iterator[tuple[str, str, str]]:
     if parts.amount:
         yield f"{parts.unit.capitalize()} per second", format_number(parts.rate), "on each device"
     yield "MFU", f"{parts.mfu:.1%}", f"of the peak of {count(parts.devices, 'device')}"
 
 
-def _outlook(found: Outlook | None) -> str:
+def _outlook_on_page(found: Outlook | None) -> str:
     """The advice, and how the time is spent."""
     if found is None:
         return ""
@@ -188,7 +197,7 @@ def _outlook(found: Outlook | None) -> str:
     return f'<section><div class="head"><h2>What to change</h2></div>{change}<dl>{lines}</dl></section>'
 
 
-def _programs(compilation: Compilation) -> str:
+def _programs_on_page(compilation: Compilation) -> str:
     """The program of every rank, folded; of large ones the names of the files that `--out` writes."""
     ranks = range(len(compilation.programs))
     texts = [compilation.rank_source(rank) for rank in ranks] if len(ranks) <= _MOST_PROGRAMS else []

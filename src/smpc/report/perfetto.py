@@ -50,7 +50,7 @@ def _predicted_names(plan: Plan, timeline: Timeline) -> Iterator[dict[str, Any]]
         where = {"ph": "M", "pid": _PROCESS, "tid": rank}
         yield {**where, "name": "thread_name", "args": {"name": f"rank {rank}"}}
         yield {**where, "name": "thread_sort_index", "args": {"sort_index": rank}}
-    for track in dict.fromkeys(_track(timeline, copy) for copy in timeline.copies):
+    for track in dict.fromkeys(_perfetto_track(timeline, copy) for copy in timeline.copies):
         rank = track % timeline.num_ranks
         way = "to the host" if track < 2 * timeline.num_ranks else "from the host"
         where = {"ph": "M", "pid": _PROCESS, "tid": track}
@@ -58,7 +58,7 @@ def _predicted_names(plan: Plan, timeline: Timeline) -> Iterator[dict[str, Any]]
         yield {**where, "name": "thread_sort_index", "args": {"sort_index": rank}}
 
 
-def _track(timeline: Timeline, copy: Copy) -> int:
+def _perfetto_track(timeline: Timeline, copy: Copy) -> int:
     """The number of the track of a direction of a rank's link."""
     return copy.rank + timeline.num_ranks * (1 if copy.op is Op.OFFLOAD else 2)
 
@@ -81,7 +81,7 @@ def _predicted_slices(timeline: Timeline) -> Iterator[dict[str, Any]]:
         yield {
             "ph": "X",
             "pid": _PROCESS,
-            "tid": _track(timeline, copy),
+            "tid": _perfetto_track(timeline, copy),
             "ts": copy.start * _MICRO,
             "dur": (copy.end - copy.start) * _MICRO,
             "name": f"{copy.op} {copy.microbatch}",

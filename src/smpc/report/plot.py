@@ -12,7 +12,7 @@ from smpc.codegen.program import Op
 from smpc.codegen.simulate import Timeline
 from smpc.errors import ConfigError
 from smpc.partitioner.graph.plan import Plan
-from smpc.report.format import LIGHT, format_bytes, hues, srgb
+from smpc.report.format import LIGHT, format_bytes, srgb, stage_hues
 from smpc.report.memory import MemoryCurve, memory_curves
 from smpc.report.tables import title
 
@@ -42,8 +42,8 @@ def render_plot(plan: Plan, timeline: Timeline) -> bytes:
     figure = Figure(figsize=(11, min(height, 40)), layout="constrained")
     FigureCanvasAgg(figure)
     upper, lower = figure.subplots(2, 1, sharex=True, height_ratios=(1, 1.2))
-    figure.suptitle(_mathless(title(plan)))
-    own = hues(len(plan.stages))
+    figure.suptitle(_mathless_in_plot(title(plan)))
+    own = stage_hues(len(plan.stages))
     _draw_timeline(upper, timeline, factor, own)
     first = {
         stage.rank: own[stage.index] for stage in reversed(plan.stages)
@@ -56,7 +56,7 @@ def render_plot(plan: Plan, timeline: Timeline) -> bytes:
     return file.getvalue()
 
 
-def _mathless(text: str) -> str:
+def _mathless_in_plot(text: str) -> str:
     """The text with dollar signs that matplotlib does not take for formulas."""
     return text.replace("$", r"\$")
 

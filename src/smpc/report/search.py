@@ -30,7 +30,7 @@ _NAME = 12  # letters of a name in the table
 _SHARED = {Sharding.NONE: "-", Sharding.STATE: "state", Sharding.FULL: "all"}
 
 
-def _again(name: str) -> str:
+def _again_in_search(name: str) -> str:
     return "none" if name == "model" else printable(name)
 
 
@@ -54,7 +54,7 @@ def _parts_legend(found: Search) -> tuple[str, ...]:
     )
 
 
-def _offloaded(horizon: int) -> str:
+def _offloaded_in_search(horizon: int) -> str:
     return f"yes, back {count(horizon, 'task')} ahead" if horizon else "no"
 
 
@@ -67,8 +67,8 @@ _DIMENSIONS: dict[str, tuple[str, Callable[[Any], str]]] = {
     "microbatch_size": ("samples of a microbatch", str),
     "schedule": ("schedule", str),
     "sharding": ("shared by replicas", str),
-    "recompute": ("computed again", _again),
-    "offload": ("offloaded", _offloaded),
+    "recompute": ("computed again", _again_in_search),
+    "offload": ("offloaded", _offloaded_in_search),
 }
 
 

@@ -23,7 +23,7 @@ from smpc.codegen.simulate import Timeline
 from smpc.compile.step import StepParts
 from smpc.partitioner.graph.plan import INPUTS, Plan, Stage
 from smpc.report.format import count, format_bytes, format_number, format_time, module_list, printable, schedule_name
-from smpc.report.memory import gradients_at_peak, rank_bound, working_bytes
+from smpc.report.memory import gradients_at_peak, rank_bound, reported_working_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,7 +107,7 @@ def _memory_row(stage: Stage) -> tuple[str, ...]:
         format_bytes(gradients_at_peak(stage)),
         format_bytes(stage.optimizer_bytes),
         format_bytes(stage.buffer_bytes),
-        format_bytes(working_bytes(stage)),
+        format_bytes(reported_working_bytes(stage)),
         f"{stage.num_in_flight} x {format_bytes(stage.activation_bytes_per_microbatch)}",
         format_bytes(stage.peak_memory_bytes),
     )

@@ -78,10 +78,10 @@ def print_changes(before: str, after: str, changes: Sequence[Change], console: C
     for are_modules, found in itertools.groupby(changes, key=lambda change: change.where == MODULES):
         group = list(found)
         console.print(Text())
-        console.print(text_table(_moves(group) if are_modules else _change_table(group), console.width))
+        console.print(text_table(_moves_on_terminal(group) if are_modules else _change_table(group), console.width))
 
 
-def _moves(changes: Sequence[Change]) -> TextTable:
+def _moves_on_terminal(changes: Sequence[Change]) -> TextTable:
     headers = ("Modules", "Before", "After")
     return TextTable(headers, tuple((change.what, change.before, change.after) for change in changes), left=headers)
 
@@ -122,7 +122,7 @@ def labelled(lines: tuple[tuple[str, str], ...]) -> Table:
     return grid
 
 
-def _drawn_step(found: Drawing) -> list[Text]:
+def _drawn_step(found: TerminalDrawing) -> list[Text]:
     """The picture of a step in the terminal."""
     return [
         Text(),
@@ -132,7 +132,7 @@ def _drawn_step(found: Drawing) -> list[Text]:
     ]
 
 
-def _coloured_line(line: str, found: Drawing) -> Text:
+def _coloured_line(line: str, found: TerminalDrawing) -> Text:
     """A line of the picture in colours."""
     margin, drawn = line[: line.index("  ")], Text(line[line.index("  ") :])
     drawn.highlight_regex(found.forward, "cyan")
@@ -147,7 +147,7 @@ _STROKES = {Op.FORWARD: "-", Op.BACKWARD: "=", Op.WEIGHT: "~"}
 
 
 @dataclass(frozen=True, slots=True)
-class Drawing:
+class TerminalDrawing:
     """Lines of text, what they mean, and regular expressions that find forwards and backwards in them.
 
     W, the deferred part of a backward, is found as a backward.
@@ -170,14 +170,14 @@ class Drawing:
         return "\n".join(kept) + "\n"
 
 
-def drawing(timeline: Timeline, width: int) -> Drawing:
+def drawing(timeline: Timeline, width: int) -> TerminalDrawing:
     """The timeline in at most `width` columns."""
     deferred = any(event.action.op is Op.WEIGHT for event in timeline.events)
     text = timeline_text(timeline, max_columns=width)
     if max(map(len, text.splitlines())) <= width and _is_faithful(timeline, text):
         more = ", W0: its rest" if deferred else ""
         legend = f"F0: forward of microbatch 0, B0: its backward{more}, --: it goes on, ..: idle"
-        return Drawing(legend, text, forward=r"\d*F\d+ *( --+)*", backward=r"\d*[BW]\d+ *( --+)*")
+        return TerminalDrawing(legend, text, forward=r"\d*F\d+ *( --+)*", backward=r"\d*[BW]\d+ *( --+)*")
     more = ", 0~~: its rest" if deferred else ""
     legend = f"0--: forward of microbatch 0 (last digit), 0==: its backward{more}, .: idle"
     rows = compact_timeline(timeline, width)
@@ -188,7 +188,7 @@ def drawing(timeline: Timeline, width: int) -> Drawing:
         if is_whole
         else f"{events} parts of a step on a rank, not all of them seen here; report.html in --out DIR has all"
     )
-    return Drawing(legend, rows, forward=r"\d-*", backward=r"\d[=~]+", more=hidden)
+    return TerminalDrawing(legend, rows, forward=r"\d-*", backward=r"\d[=~]+", more=hidden)
 
 
 def _is_faithful(timeline: Timeline, text: str) -> bool:

@@ -48,7 +48,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_map_only
 
 from smpc.errors import ConfigUnsupportedError
-from smpc.sharding.tensors import local, own_part
+from smpc.sharding.tensors import local, own_part_of_sharded
 from smpc.sharding.wide_gradients import is_wide, keep_wide, widen
 
 
@@ -207,7 +207,7 @@ def shard(
     found, taken = Sharded(root, options), set[nn.Parameter]()  # what belongs to units that come before
     for unit in ordered:
         module = root.get_submodule(unit.name)
-        own = _untaken(module, taken)
+        own = _untaken_by_shards(module, taken)
         wide = any(is_wide(parameter) for parameter in own)
         if not options.stays_outside:
             module.register_forward_hook(_without_views)
@@ -216,14 +216,14 @@ def shard(
             mesh=unit.mesh if unit.mesh is not None else mesh,
             reshard_after_forward=not options.stays_outside,
             mp_policy=unit.policy or _precision_policy(options, wide, is_root=not unit.name),
-            offload_policy=_offload(mesh.device_type) if options.offload else OffloadPolicy(),
+            offload_policy=_offload_shards(mesh.device_type) if options.offload else OffloadPolicy(),
             ignored_params={*ignored, *taken} or None,
         )
         if unit.divisor is not None:
             made.set_gradient_divide_factor(unit.divisor)
         if source is not None:
             _fill_unit(module, own, taken, "cpu" if options.offload else mesh.device_type, source, ignored)
-        new = _untaken(module, taken)
+        new = _untaken_by_shards(module, taken)
         if wide:
             widen(new)
         taken.update(new)
@@ -238,7 +238,7 @@ def shard(
     return found
 
 
-def _offload(device_type: str) -> CPUOffloadPolicy:
+def _offload_shards(device_type: str) -> CPUOffloadPolicy:
     """Memory that is pinned is for a device to copy from: there is none on a CPU alone."""
     return CPUOffloadPolicy(pin_memory=device_type != "cpu")
 
@@ -259,15 +259,15 @@ def _fill_unit(
     if any(parameter.is_meta for parameter in old):
         for inner in reversed(own_modules(module)):  # the unit itself last: it takes note of what its modules have then
             if any(p is not None and p.is_meta for p in (*inner._parameters.values(), *inner._buffers.values())):
-                inner._apply(_emptied(device_type), recurse=False)  # type: ignore[no-untyped-call]
-    for before, after in zip(old, _untaken(module, taken), strict=True):  # emptying has made others of them
+                inner._apply(_shards_emptied(device_type), recurse=False)  # type: ignore[no-untyped-call]
+    for before, after in zip(old, _untaken_by_shards(module, taken), strict=True):  # emptying has made others of them
         values = source.take(before)
-        local(after.detach()).copy_(own_part(after, values))
+        local(after.detach()).copy_(own_part_of_sharded(after, values))
         if before not in ignored:
             before.data = torch.empty(0, dtype=before.dtype, device=before.device)
 
 
-def _emptied(device_type: str) -> Callable[[Tensor], Tensor]:
+def _shards_emptied(device_type: str) -> Callable[[Tensor], Tensor]:
     """Parameters on meta get memory; others have values, such as parameters that belong to another unit as well."""
     return lambda tensor: torch.empty_like(tensor, device=device_type) if tensor.is_meta else tensor
 
@@ -289,7 +289,7 @@ def _precision_policy(options: ShardingOptions, wide: bool, *, is_root: bool) ->
     )
 
 
-def _untaken(module: nn.Module, taken: Collection[nn.Parameter]) -> list[nn.Parameter]:
+def _untaken_by_shards(module: nn.Module, taken: Collection[nn.Parameter]) -> list[nn.Parameter]:
     """The parameters of a unit: its own, but for those that belong to others."""
     return [parameter for parameter in own_parameters(module) if parameter not in taken]
 

@@ -40,7 +40,7 @@ def whole(tensor: Tensor) -> Tensor:
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
-def own_part(parameter: Tensor, tensor: Tensor) -> Tensor:
+def own_part_of_sharded(parameter: Tensor, tensor: Tensor) -> Tensor:
     """This rank's part of a whole tensor of the parameter's shape; a view."""
     if not isinstance(parameter, DTensor):
         return tensor
@@ -50,7 +50,7 @@ def own_part(parameter: Tensor, tensor: Tensor) -> Tensor:
     return tensor
 
 
-def own_start(tensor: Tensor) -> int:
+def own_start_of_sharded(tensor: Tensor) -> int:
     """The first row of this rank's part of a tensor."""
     if not isinstance(tensor, DTensor):
         return 0
@@ -63,5 +63,5 @@ def as_state_of(parameter: Tensor, value: Any) -> Any:
     if not isinstance(parameter, DTensor) or not isinstance(value, Tensor) or isinstance(value, DTensor):
         return value
     if value.shape == parameter.shape and value.dim():
-        return sharded_like(parameter, own_part(parameter, value).clone())
+        return sharded_like(parameter, own_part_of_sharded(parameter, value).clone())
     return sharded_like(parameter, value) if value.dim() and value.shape == local(parameter).shape else value

@@ -22,7 +22,7 @@ def find_units(model: nn.Module, *, least_elements: int = 0) -> tuple[str, ...]:
     """The names of the repeated blocks, and of the model. Blocks of fewer than `least_elements` elements join the unit around them."""
     wanted = [
         name
-        for name in _repeated(model, "")
+        for name in _repeated_units(model, "")
         if sum(parameter.numel() for parameter in model.get_submodule(name).parameters()) >= max(1, least_elements)
     ]
     return holding_all_uses(model, wanted)
@@ -38,18 +38,18 @@ def units_of_classes(model: nn.Module, classes: Iterable[type[nn.Module]]) -> tu
 def holding_all_uses(model: nn.Module, wanted: Sequence[str]) -> tuple[str, ...]:
     """The wanted modules that share no parameter with modules outside them, inner ones first, and the model."""
     modules = dict(model.named_modules())  # a module that has several names has its first one
-    uses = _uses(modules.values())
+    uses = _unit_uses(modules.values())
     found = []
     for name, module in modules.items():
         if name and name in wanted:
-            inside = _uses(module.modules())
+            inside = _unit_uses(module.modules())
             if next(module.parameters(), None) is not None and all(inside[key] == uses[key] for key in inside):
                 found.append(name)
     found.sort(key=lambda name: -name.count("."))  # stable: inner before outer, else in order
     return (*found, "")
 
 
-def _uses(modules: Iterable[nn.Module]) -> dict[int, int]:
+def _unit_uses(modules: Iterable[nn.Module]) -> dict[int, int]:
     """How many modules hold each parameter, and each module that has parameters, by their identity."""
     found: dict[int, int] = {}
     for module in modules:
@@ -59,7 +59,7 @@ def _uses(modules: Iterable[nn.Module]) -> dict[int, int]:
     return found
 
 
-def _repeated(module: nn.Module, prefix: str) -> Iterator[str]:
+def _repeated_units(module: nn.Module, prefix: str) -> Iterator[str]:
     """Names of blocks below a module; nothing inside of a block."""
     counts: dict[type[nn.Module], int] = {}
     if isinstance(module, nn.ModuleList | nn.Sequential):
@@ -70,4 +70,4 @@ def _repeated(module: nn.Module, prefix: str) -> Iterator[str]:
         if counts.get(type(child), 0) > 1 and next(child.parameters(), None) is not None:
             yield own
         else:
-            yield from _repeated(child, f"{own}.")
+            yield from _repeated_units(child, f"{own}.")

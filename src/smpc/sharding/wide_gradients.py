@@ -43,7 +43,7 @@ def is_wide(parameter: Tensor) -> bool:
     return gradient_dtype(parameter) is not parameter.dtype
 
 
-def stand_in(parameter: nn.Parameter) -> nn.Parameter:
+def wide_stand_in(parameter: nn.Parameter) -> nn.Parameter:
     """An fp32 parameter of the same form, without memory, for code that reads no values but needs parameters like their gradients."""
     other = torch.empty_like(parameter.detach(), dtype=gradient_dtype(parameter))
     other.untyped_storage().resize_(0)

@@ -79,14 +79,14 @@ def difference(expected: Tensor | None, found: Tensor | None, allowed: Mapping[t
     size = f"in {wrong} of {a.numel()} elements"
     if not (a.is_floating_point() or a.is_complex()):
         return f"{size}, the first one {_first(a, ~both)} expected, {_first(b, ~both)} found"
-    gap, largest = (a - b)[~both].abs().max().item(), _largest(a)
+    gap, largest = (a - b)[~both].abs().max().item(), _largest_element(a)
     bound = allowed.get(_REAL.get(a.dtype, a.dtype), 0.0)
     if gap <= bound * largest:
         return ""
     return f"{size}, by at most {gap:.3g} where the largest value is {largest:.3g}"
 
 
-def _largest(tensor: Tensor) -> float:
+def _largest_element(tensor: Tensor) -> float:
     sizes = tensor.abs()
     finite = sizes[torch.isfinite(sizes)]
     return float(finite.max().item()) if finite.numel() else 0.0

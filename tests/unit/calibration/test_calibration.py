@@ -17,8 +17,16 @@ import torch
 from torch import nn
 
 from smpc.calibration import Ranks, calibrate, to_toml
-from smpc.calibration.operations import Sample, _looking, _Running, _samples, rates, steady, views
-from smpc.calibration.probes import Image, Text, probes
+from smpc.calibration.operations import (
+    Sample,
+    _operation_samples,
+    _Running,
+    _seconds_of_looking_at_operation,
+    rates,
+    steady,
+    views,
+)
+from smpc.calibration.probes import ImageProbe, TextProbe, probes
 from smpc.cli import main
 from smpc.errors import ConfigError
 from smpc.partitioner.costs.collectives import IN_OPERATIONS, Kind, collective_time, sent_time
@@ -32,8 +40,8 @@ WIRE = Wire(1e9, 1e-4)
 
 
 def traces():
-    yield record(Text(64), (torch.zeros(2, 64, dtype=torch.int64),))
-    yield record(Image(8), (torch.zeros(2, 8, 32, 32),))
+    yield record(TextProbe(64), (torch.zeros(2, 64, dtype=torch.int64),))
+    yield record(ImageProbe(8), (torch.zeros(2, 8, 32, 32),))
 
 
 def test_steady_times_are_those_that_nothing_interrupted():
@@ -53,7 +61,7 @@ def test_nodes_take_together_as_long_as_the_passes_that_nothing_interrupted():
             times[:, places[slow]] = 1.2
         passes.append(NodeTimes(*(10.0 * times if slow is None else times)))  # the last pass was interrupted all along
     probe = next(probes(torch.float32, torch.device("cpu")))
-    found = list(_samples(_Running(probe, trace, None, passes, []), ALONE, (0.1, 0.2)))
+    found = list(_operation_samples(_Running(probe, trace, None, passes, []), ALONE, (0.1, 0.2)))
     assert sum(sample.forward for sample in found) == pytest.approx(2.2 - 2 * 0.1)
     assert sum(sample.backward for sample in found) == pytest.approx(2.2 - 2 * 0.2)
 
@@ -64,7 +72,7 @@ def test_what_looking_takes_is_what_a_probe_takes_less_by_itself():
     times[[work.position for work in work_of(trace)]] = 1.0
     probe = next(probes(torch.float32, torch.device("cpu")))
     item = _Running(probe, trace, None, [NodeTimes(times, 2 * times)], [(1.5, 3.0), (9.0, 9.0)])
-    assert _looking(item, ALONE) == pytest.approx((0.25, 0.5))
+    assert _seconds_of_looking_at_operation(item, ALONE) == pytest.approx((0.25, 0.5))
 
 
 def test_probes_have_what_training_spends_its_time_in():

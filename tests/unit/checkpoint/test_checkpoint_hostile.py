@@ -16,8 +16,8 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from smpc.checkpoint import Alone, Content, Root, Shard, open_source, read_file, save
-from smpc.checkpoint.format.inert_pickle import Pairs, Record, expanded, parse
-from smpc.checkpoint.format.manifest import Manifest, _canonical, _sealed
+from smpc.checkpoint.format.inert_pickle import PickledPairs, PickledRecord, expanded, parse
+from smpc.checkpoint.format.manifest import Manifest, _canonical_manifest, _sealed_manifest
 from smpc.checkpoint.format.regions import Box, find_gap
 from smpc.errors import CheckpointError
 
@@ -207,7 +207,7 @@ def sealed_manifest(tmp_path, change):
     save(Root(tmp_path / "run"), "s", Content([Shard.whole("model", "w", torch.ones(4))]), Alone())
     body = json.loads((tmp_path / "run" / "s" / "manifest.json").read_text())["body"]
     change(body)
-    return _sealed(_canonical(body))
+    return _sealed_manifest(_canonical_manifest(body))
 
 
 def test_manifests_with_a_good_sum(tmp_path):
@@ -242,7 +242,7 @@ def test_values_that_are_nested_deeply_load_or_are_refused(tmp_path, depth):
     path = tmp_path / "run" / "s" / "manifest.json"
     plain = sealed_manifest(tmp_path, lambda body: body.update(metadata="here"))
     body = plain[len('{"body":') : plain.rindex(',"sha256"')].replace('"here"', text)
-    path.write_text(_sealed(body))
+    path.write_text(_sealed_manifest(body))
     expected = pytest.raises(CheckpointError, match=r"RecursionError|nested too deeply")
     with {100: contextlib.nullcontext(), 20_000: expected}.get(depth, contextlib.suppress(CheckpointError)):
         open_source(path.parent).__exit__(None, None, None)
@@ -267,7 +267,7 @@ PLAIN = st.recursive(
 
 
 def thawed(value):
-    if isinstance(value, Pairs):
+    if isinstance(value, PickledPairs):
         return {key: thawed(item) for key, item in value}
     if isinstance(value, (list, tuple)):
         return type(value)(map(thawed, value))
@@ -289,14 +289,26 @@ def test_junk_is_refused(data):
         found = type(parse(data))
     except CheckpointError as error:
         found = type(error)
-    assert found in (CheckpointError, type(None), bool, int, float, str, bytes, list, tuple, Pairs, Record)
+    assert found in (
+        CheckpointError,
+        type(None),
+        bool,
+        int,
+        float,
+        str,
+        bytes,
+        list,
+        tuple,
+        PickledPairs,
+        PickledRecord,
+    )
 
 
 def test_names_become_records_and_are_not_imported():
     found = parse(pickle.dumps(Path("/a/b")))
-    assert isinstance(found, Record)
+    assert isinstance(found, PickledRecord)
     assert (found.name.split(".")[-1], found.args) == ("PosixPath", ("/", "a", "b"))
-    assert isinstance(parse(pickle.dumps(torch.float32)), Record)
+    assert isinstance(parse(pickle.dumps(torch.float32)), PickledRecord)
     with pytest.raises(CheckpointError, match=r"it names os\.nothing_of_the_kind, which"):
         parse(b"\x80\x02cos\nnothing_of_the_kind\n.", lambda name: False)
 
@@ -304,7 +316,7 @@ def test_names_become_records_and_are_not_imported():
 def test_what_is_shared_counts_every_time():
     shared = (1, 2)
     assert expanded([shared, shared], 100) == 7
-    circle = Pairs()
+    circle = PickledPairs()
     circle.append(("self", circle))
     with pytest.raises(CheckpointError, match="contains itself"):
         expanded(circle, 100)

@@ -419,8 +419,8 @@ shown = threading.Event()  # else "a thread" may come before what the command pr
 threading.Thread(target=lambda: (shown.wait(), time.sleep(0.3), print("a thread"))).start()
 atexit.register(print, "registered last")
 import smpc.cli.app as app
-end = app._end
-app._end = lambda status: (shown.set(), end(status))
+end = app._end_of_app
+app._end_of_app = lambda status: (shown.set(), end(status))
 sys.exit(main())
 """
     for arguments, status in ((["--version"], 0), (["nothing"], 2)):

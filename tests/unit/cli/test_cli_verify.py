@@ -203,13 +203,13 @@ def test_ranks_that_share_operations_train_one_step_as_a_script_does(smpc):
 
 def test_a_rank_whose_factory_makes_another_model():
     module = nn.Linear(4, 4)
-    values = {name: tensor.clone() for name, tensor in verified_rank.state_of(module).items()}
-    verified_rank._take(module, {name: tensor + 1 for name, tensor in values.items()})
+    values = {name: tensor.clone() for name, tensor in verified_rank.verified_state_of(module).items()}
+    verified_rank._take_verified_values(module, {name: tensor + 1 for name, tensor in values.items()})
     torch.testing.assert_close(module.weight.detach(), values["weight"] + 1)
     with pytest.raises(ConfigError, match=r"found that weight is \(4, 4\) on a rank and \(8, 4\) in the command"):
-        verified_rank._take(module, {**values, "weight": torch.zeros(8, 4)})
+        verified_rank._take_verified_values(module, {**values, "weight": torch.zeros(8, 4)})
     with pytest.raises(ConfigError, match=r"found that bias is \(4,\) on a rank and missing in the command"):
-        verified_rank._take(module, {"weight": values["weight"]})
+        verified_rank._take_verified_values(module, {"weight": values["weight"]})
 
 
 @pytest.mark.slow
@@ -245,7 +245,7 @@ def test_gradients_of_ranks_that_are_wrong_end_with_status_1(smpc, monkeypatch):
         found["blocks.1.linear.bias"] = found["blocks.1.linear.bias"] * 1.001
         return found
 
-    monkeypatch.setattr(verify_ranks, "_of_ranks", ranks)
+    monkeypatch.setattr(verify_ranks, "_results_of_verified_ranks", ranks)
     status, out, err = smpc("build", "-t", "2", "-m", "2", "--verify")
     assert (status, out) == (1, "")
     lines = errors(err)
@@ -259,7 +259,7 @@ def test_a_parameter_that_ranks_do_not_return_is_an_error(smpc, monkeypatch):
         del found["blocks.1.linear.bias"]
         return found
 
-    monkeypatch.setattr(verify_ranks, "_of_ranks", ranks)
+    monkeypatch.setattr(verify_ranks, "_results_of_verified_ranks", ranks)
     status, out, err = smpc("build", "-t", "2", "-m", "2", "--verify")
     assert (status, out) == (1, "")
     assert "found no blocks.1.linear.bias" in errors(err)[0]
@@ -269,11 +269,11 @@ def test_differences_that_plain_pytorch_has_as_well_are_rounding(smpc, monkeypat
     """A sum of large numbers that cancel: float32 itself is far from float64, and so are ranks that add in another order."""
 
     def ranks(job, model, inputs):
-        found = verify_ranks._of_one_process(model.double(), verify_ranks._doubled(inputs), 2)
+        found = verify_ranks._of_one_process(model.double(), verify_ranks._doubled_inputs_to_verify(inputs), 2)
         model.float()
         return {name: value.float() for name, value in found.items()}
 
-    monkeypatch.setattr(verify_ranks, "_of_ranks", ranks)
+    monkeypatch.setattr(verify_ranks, "_results_of_verified_ranks", ranks)
     status, out, err = smpc("cancelling", "-t", "2", "-m", "2", "--verify")
     assert status == 0, err
     assert out.splitlines()[-1].endswith("within rounding, as float64 shows")

@@ -10,7 +10,7 @@ import smpc
 from smpc.codegen.rewrite.expert_parallel import describe_experts
 from smpc.compile.options import PipelineOptions
 from smpc.compile.result import Traced
-from smpc.compile.step import Around, step_parts
+from smpc.compile.step import StepSurroundings, step_parts
 from smpc.config.numbers import format_bytes
 from smpc.errors import ConfigError, UsageError
 from smpc.expert_parallel import shard
@@ -71,7 +71,7 @@ def test_traffic_is_in_the_predicted_times():
     assert divided.plan.schedule.step_time > alone.plan.schedule.step_time
     options = PipelineOptions(pipeline_parallel_degree=2, data_parallel_degree=2, expert_parallel_degree=2)
     traced = Traced(divided.trace, divided=divided.divided)
-    around = Around.of(options)
+    around = StepSurroundings.of(options)
     parts = step_parts(traced, divided.plan, divided.timeline(), around)
     assert parts.expert > 0
     waited = 1 + around.devices[0].slowdown(parts.devices)  # for the slowest of them
@@ -92,7 +92,7 @@ def test_experts_are_divided_beside_weights_and_sequences():
     assert both.divided.sent_bytes == alone.divided.sent_bytes // 2
     assert f"{format_bytes(both.divided.sent_bytes)} sent" in describe_experts(both.divided)
     traced = Traced(both.trace, both.sharded, context=both.context, divided=both.divided)
-    around = Around.of(PipelineOptions(**options, tensor_parallel_degree=2, context_parallel_degree=2))
+    around = StepSurroundings.of(PipelineOptions(**options, tensor_parallel_degree=2, context_parallel_degree=2))
     parts = step_parts(traced, both.plan, both.timeline(), around)
     assert min(parts.expert, parts.tensor, parts.context) > 0
     whole = compiled(

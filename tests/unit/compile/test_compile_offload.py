@@ -19,7 +19,7 @@ from smpc.compile import PipelineOptions, Traced, compile_model, plan_trace
 from smpc.compile.passes import schedule_plan
 from smpc.compile.search import Verdict
 from smpc.compile.search.space import HORIZONS
-from smpc.compile.step import Around, step_parts
+from smpc.compile.step import StepSurroundings, step_parts
 from smpc.config import Config
 from smpc.errors import MemoryLimitError
 from smpc.partitioner.costs.device_file import find_device
@@ -100,7 +100,7 @@ def every_way(target):
                 activation_loading_horizon=max(1, horizon),
             )
             planned = plan_trace(Traced(trace), options, prove=False)
-            parts = step_parts(Traced(trace), planned.plan, planned.timeline, Around.of(options), again)
+            parts = step_parts(Traced(trace), planned.plan, planned.timeline, StepSurroundings.of(options), again)
             found.append((parts.total, max(rank_peaks(planned.plan).values()), horizon))
     return found
 
@@ -182,7 +182,7 @@ def test_a_slow_link_makes_the_step_longer_and_reports_say_so(target):
     timeline = slow.timeline()
     assert timeline.stalled == pytest.approx(slow.plan.schedule.step_time - plain.plan.schedule.step_time)
     options = PipelineOptions(**OFFLOADED, device=slow_link(2e9))
-    parts = step_parts(slow.planned.traced, slow.plan, timeline, Around.of(options), OFFLOADED["recompute"])
+    parts = step_parts(slow.planned.traced, slow.plan, timeline, StepSurroundings.of(options), OFFLOADED["recompute"])
     assert parts.offload == timeline.stalled
     assert parts.total == pytest.approx(timeline.makespan + parts.optimizer)
     ((label, text),) = host_lines(slow.plan, timeline)

@@ -16,7 +16,14 @@ from smpc.codegen.rewrite.tensor_parallel.rewrite import rewrite
 from smpc.codegen.rewrite.tensor_parallel.search import choose
 from smpc.compile import PipelineOptions, Traced, compile_model, plan_trace
 from smpc.compile.search import Verdict
-from smpc.compile.search.estimate import Place, Reruns, Sample, least_peak, least_seconds, least_step
+from smpc.compile.search.estimate import (
+    EstimatedPlace,
+    EstimatedReruns,
+    EstimatedSample,
+    least_peak,
+    least_seconds,
+    least_step,
+)
 from smpc.compile.search.searcher import _Searcher
 from smpc.compile.search.space import (
     ALL_SCHEDULES,
@@ -28,7 +35,7 @@ from smpc.compile.search.space import (
     tensor_degrees,
     wire,
 )
-from smpc.compile.step import Around, Sharding, step_parts
+from smpc.compile.step import Sharding, StepSurroundings, step_parts
 from smpc.config import Config
 from smpc.errors import ConfigError, MemoryLimitError, PartitionError
 from smpc.mesh import Axis
@@ -123,7 +130,7 @@ def everything(model, batch):
             continue
         plan = planned.plan
         rank = Traced(trace, sharded.get(candidate.microbatch_size) if times is not None else None)
-        place = Around.on(candidate.mesh, (DEVICE,) * candidate.pipeline_parallel_degree, candidate.sharding)
+        place = StepSurroundings.on(candidate.mesh, (DEVICE,) * candidate.pipeline_parallel_degree, candidate.sharding)
         seconds = step_parts(rank, plan, planned.timeline, place, chosen.recompute)
         found.append((candidate, chosen, trace, times, seconds.total, max(rank_peaks(plan).values())))
     return found
@@ -168,11 +175,16 @@ def test_bounds_hold_for_every_candidate(everything):
     assert len(everything) > 60
     for candidate, chosen, trace, times, seconds, peak in everything:
         costs = dataclasses.replace(chosen.cost_model, optimizer=find_optimizer("adam"))
-        sample, plain = Sample.of(trace, costs, chosen.recompute, times), Sample.of(trace, costs, (), times)
+        sample, plain = (
+            EstimatedSample.of(trace, costs, chosen.recompute, times),
+            EstimatedSample.of(trace, costs, (), times),
+        )
         link = wire(DEVICE, candidate.mesh, Axis.PP)
-        place = Place(link, Group.of(candidate.mesh, Axis.RDP, DEVICE), DEVICE, 4)
+        place = EstimatedPlace(link, Group.of(candidate.mesh, Axis.RDP, DEVICE), DEVICE, 4)
         assert least_step(sample, candidate, place) <= seconds * (1 + 1e-9), candidate
-        again = Reruns.of(trace, chosen.recompute, times or node_times(trace, costs)).at_least(candidate.num_stages)
+        again = EstimatedReruns.of(trace, chosen.recompute, times or node_times(trace, costs)).at_least(
+            candidate.num_stages
+        )
         assert least_step(plain, candidate, place, again) <= seconds * (1 + 1e-9), candidate
         assert least_peak(sample, candidate) <= peak, candidate
 

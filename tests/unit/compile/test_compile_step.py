@@ -12,7 +12,7 @@ from smpc.codegen.program import backward, forward
 from smpc.codegen.simulate import Event, Timeline
 from smpc.compile import PipelineOptions, Traced, plan_trace
 from smpc.compile.passes import Sharing, rewrite_trace
-from smpc.compile.step import BUCKET_BYTES, Around, Sharding, step_parts
+from smpc.compile.step import BUCKET_BYTES, Sharding, StepSurroundings, step_parts
 from smpc.partitioner.costs.cost import collective_times
 from smpc.partitioner.costs.device import Device, Group, Kernels, Wire
 from smpc.tracer import record
@@ -20,10 +20,12 @@ from smpc.tracer import record
 INFINITE = float("inf")
 
 
-def around(wire_bandwidth: float, replicas: int, memory_bandwidth: float = INFINITE, sharding=Sharding.NONE) -> Around:
+def around(
+    wire_bandwidth: float, replicas: int, memory_bandwidth: float = INFINITE, sharding=Sharding.NONE
+) -> StepSurroundings:
     wire = Wire(wire_bandwidth, 0.0)
     device = Device("d", {"float32": 1.0}, memory_bandwidth, 1, 2, wire, wire)
-    return Around((device, device), Group(1, 1), Group(replicas, min(2, replicas)), sharding)
+    return StepSurroundings((device, device), Group(1, 1), Group(replicas, min(2, replicas)), sharding)
 
 
 def parts_of(plan, place):
@@ -92,7 +94,7 @@ def planned_on(kernels, schedule="1f1b", microbatches=4):
     device = Device("d", {"float32": 1e3}, INFINITE, 1, 2, wire, wire, kernels=kernels)
     options = PipelineOptions(2, microbatches, device=device, schedule=schedule)
     planned = plan_trace(TRACED, options)
-    place = Around((device, device), Group(1, 1), Group(1, 1))
+    place = StepSurroundings((device, device), Group(1, 1), Group(1, 1))
     return step_parts(TRACED, planned.plan, planned.timeline, place), planned.plan
 
 
@@ -143,7 +145,7 @@ def parts_alone(device, sharding, microbatches=4):
     planned = plan_trace(
         traced, PipelineOptions(1, microbatches, device=device, data_parallel_degree=2, fully_shard=True)
     )
-    place = Around((device,), Group(1, 1), Group(2, 2), sharding)
+    place = StepSurroundings((device,), Group(1, 1), Group(2, 2), sharding)
     return step_parts(traced, planned.plan, planned.timeline, place)
 
 
@@ -190,7 +192,7 @@ def test_tokens_are_what_whole_numbers_of_two_dimensions_are():
     ids = torch.zeros(3, 5, dtype=torch.long)
     traced = Traced(record(nn.Sequential(nn.Embedding(7, 4), nn.Linear(4, 4)), (ids,)))
     planned = plan_trace(traced, PipelineOptions(2, 1, data_parallel_degree=2))
-    place = Around.of(PipelineOptions(2, 1, data_parallel_degree=2))
+    place = StepSurroundings.of(PipelineOptions(2, 1, data_parallel_degree=2))
     parts = step_parts(traced, planned.plan, planned.timeline, place)
     assert (parts.amount, parts.unit, parts.devices) == (2 * 15, "tokens", 4)
     assert parts.rate == pytest.approx(30 / 4 / parts.total)
@@ -201,7 +203,7 @@ def test_collectives_of_tensor_parallel_ranks_are_a_part(plan):
     options = PipelineOptions(2, 3, tensor_parallel_degree=2)
     traced = rewrite_trace(record(model, (torch.zeros(8, 64),)), options, Sharing.of(model, options))
     planned = plan_trace(traced, options)
-    parts = step_parts(planned.traced, planned.plan, planned.timeline, Around.of(options))
+    parts = step_parts(planned.traced, planned.plan, planned.timeline, StepSurroundings.of(options))
     forward, backward = collective_times(traced.trace, traced.sharded.collectives, Group(2, 2), options.devices[0])
     assert parts.tensor == pytest.approx(3 * (forward.sum() + backward.sum()) / 2)
     assert parts.tensor > 0

@@ -88,11 +88,11 @@ def test_saving_over_a_checkpoint_in_object_storage(url):
     """The old one stays until the new one is complete; then its files are gone."""
     options = {"save_folder": url, "save_interval": "2ba", "save_overwrite": True, "max_duration": "2ba", **SHARDED}
     trainer(4, **options).fit()
-    files = storage._sums(f"{url}/ba2")
+    files = storage._sums_of_stored_files(f"{url}/ba2")
     made = trainer(4, seed=3, **options)
     made.fit()
-    assert len(storage._sums(f"{url}/ba2")) == len(files) == 2
-    assert set(storage._sums(f"{url}/ba2")) & set(files) == {".metadata"}
+    assert len(storage._sums_of_stored_files(f"{url}/ba2")) == len(files) == 2
+    assert set(storage._sums_of_stored_files(f"{url}/ba2")) & set(files) == {".metadata"}
     assert torch.equal(everything(trainer(4, load_path=f"{url}/ba2", **SHARDED)), everything(made))
 
 

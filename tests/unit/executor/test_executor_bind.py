@@ -3,7 +3,7 @@
 import pytest
 
 from smpc.codegen.program import Instruction
-from smpc.executor.program.bind import _reductions
+from smpc.executor.program.bind import _bound_reductions
 
 CASES = {
     "one stage": ("F s1 m0, B s1 m0, F s1 m1, B s1 m1", {1: "B s1 m1"}, {"B s1 m1": (1,)}),
@@ -21,7 +21,7 @@ CASES = {
 def test_stages_are_reduced_in_falling_order(case):
     text, last, expected = CASES[case]
     instructions = [Instruction.parse(part) for part in text.split(", ")]
-    found = _reductions(instructions, {stage: Instruction.parse(part) for stage, part in last.items()})
+    found = _bound_reductions(instructions, {stage: Instruction.parse(part) for stage, part in last.items()})
     assert {str(instruction): stages for instruction, stages in found.items()} == expected
     order = sorted(found, key=instructions.index)
     assert [stage for instruction in order for stage in found[instruction]] == sorted(last, reverse=True)

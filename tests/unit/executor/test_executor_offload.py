@@ -9,14 +9,14 @@ import torch
 
 from smpc.compile import compile_model
 from smpc.executor.program.bind import Binder
-from smpc.executor.program.host_copies import Mover, addresses, restore_sizes
+from smpc.executor.program.host_copies import HostCopyMover, addresses, restore_sizes
 from smpc.runtime import LoopbackRuntime
 
 CPU = torch.device("cpu")
 
 
 def test_memory_is_given_back_and_comes_back():
-    mover = Mover(CPU)
+    mover = HostCopyMover(CPU)
     base = torch.randn(4, 6, requires_grad=True)
     activation, other, fixed = base * 2, base * 3, torch.randn(5)
     view, before = activation[1:], activation.detach().clone()
@@ -39,7 +39,7 @@ def test_memory_is_given_back_and_comes_back():
 
 def test_after_a_failure_storages_have_their_size_again():
     values = [torch.randn(3, requires_grad=True) * 2]
-    mover = Mover(CPU)
+    mover = HostCopyMover(CPU)
     away = mover.leave(values, frozenset())
     mover.release(away)
     assert values[0].untyped_storage().nbytes() == 0
@@ -48,7 +48,7 @@ def test_after_a_failure_storages_have_their_size_again():
     assert away == []
 
 
-class _Watched(Mover):
+class _Watched(HostCopyMover):
     """Notes what is moved."""
 
     found: ClassVar[list[int]] = []

@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from smpc.executor.split_backward.intercept import Deferral
-from smpc.executor.split_backward.pending import Alias, Pending, Product, Record, as_product
+from smpc.executor.split_backward.pending import Pending, PendingAlias, PendingProduct, PendingRecord, as_product
 
 WEIGHT, BIAS = nn.Parameter(torch.randn(5, 6)), nn.Parameter(torch.randn(5))
 X = torch.randn(4, 6, requires_grad=True)
@@ -49,7 +49,7 @@ def test_what_a_module_leaves():
     pending = Pending()
     with Deferral(pending, worthwhile=0):
         y = module(X)
-    assert [type(entry) for entry in pending._entries] == [Product, Alias, Alias, Record]
+    assert [type(entry) for entry in pending._entries] == [PendingProduct, PendingAlias, PendingAlias, PendingRecord]
     assert len(pending) == 0
     y.sum().backward()
     assert len(pending) == 4

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 
-from smpc.executor.failure.processes import FOREIGN, REPORT, Report, find, publish
+from smpc.executor.failure.processes import FOREIGN, REPORT, ProcessReport, find, publish
 from smpc.executor.failure.stall import (
     Activity,
     Standing,
@@ -85,7 +85,7 @@ def test_standings_survive_the_store():
 )
 def test_junk_is_no_standing_and_no_report(payload):
     assert Standing.read(4, payload) == Standing(4, Activity.SILENT)
-    report = Report.read(payload)
+    report = ProcessReport.read(payload)
     assert report.rank == FOREIGN
     assert "no rank of the job wrote" in report.headline
     assert "\n" not in report.headline
@@ -94,16 +94,16 @@ def test_junk_is_no_standing_and_no_report(payload):
 @pytest.mark.parametrize("change", [{"rank": "1"}, {"headline": 3}, {"more": 1}, {"is_stall": None}, {"rank": 1.5}])
 def test_a_report_has_the_right_fields_and_types(change):
     fields = {"rank": 1, "headline": "h", "text": "t", "is_stall": False}
-    assert Report.read(json.dumps(fields).encode()) == Report(1, "h", "t")
-    assert Report.read(json.dumps(fields | change).encode()).rank == FOREIGN
+    assert ProcessReport.read(json.dumps(fields).encode()) == ProcessReport(1, "h", "t")
+    assert ProcessReport.read(json.dumps(fields | change).encode()).rank == FOREIGN
 
 
 def test_the_first_report_counts():
     store = dist.HashStore()
     assert find(store) is None
-    publish(store, Report(1, "first", "text"))
-    publish(store, Report(2, "second"))
-    assert find(store) == Report(1, "first", "text")
+    publish(store, ProcessReport(1, "first", "text"))
+    publish(store, ProcessReport(2, "second"))
+    assert find(store) == ProcessReport(1, "first", "text")
     store.set(REPORT, b"\x80\x04cos\nsystem\n")
     assert find(store).rank == FOREIGN
 

@@ -10,7 +10,7 @@ import time
 import pytest
 from torch.distributed import HashStore
 
-from smpc.executor.failure.processes import SIGNATURE, Process, Signature, sign, signature
+from smpc.executor.failure.processes import SIGNATURE, Process, ProcessSignature, sign_process, signature
 from smpc.executor.failure.stall import Activity, Standing, report_of
 from smpc.executor.failure.start import Phase, Start
 
@@ -54,8 +54,8 @@ def test_the_fate_of_a_process(child):
 def test_junk_is_no_signature(payload):
     store = HashStore()
     assert signature(store, 0) is None
-    sign(store, 0, "in smp.init")
-    assert signature(store, 0) == Signature(Process.own(), "in smp.init")
+    sign_process(store, 0, "in smp.init")
+    assert signature(store, 0) == ProcessSignature(Process.own(), "in smp.init")
     store.set(f"{SIGNATURE}/0", payload)
     assert signature(store, 0) is None
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from smpc.sharding.wide_gradients import gradient_dtype, is_wide, stand_in, widen
+from smpc.sharding.wide_gradients import gradient_dtype, is_wide, wide_stand_in, widen
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
@@ -38,7 +38,7 @@ def test_a_stand_in_takes_the_gradient_and_has_no_memory():
     parameter = nn.Parameter(torch.ones(4, 6).bfloat16().t())
     widen([parameter])
     parameter.float().sum().backward()
-    other = stand_in(parameter)
+    other = wide_stand_in(parameter)
     assert (other.dtype, other.shape, other.stride()) == (torch.float32, parameter.shape, parameter.stride())
     assert other.untyped_storage().nbytes() == 0
     other.grad = parameter.grad

@@ -7,7 +7,7 @@ import pytest
 from smpc.errors import ConfigError, ConfigTypeError
 from smpc.fsdp import partition
 from smpc.fsdp.groups import joined
-from smpc.fsdp.meshes import Over
+from smpc.fsdp.meshes import MeshesOver
 
 
 @pytest.mark.parametrize("world", range(1, 17))
@@ -80,10 +80,10 @@ def test_pairs_by_brute_force(world):
             for rank in range(world)
         )
         if is_grid:
-            found = Over(shards, replicas)
+            found = MeshesOver(shards, replicas)
             for rank in range(world):
                 assert {r for row in found.grid(rank) for r in row} == reached[rank]
             assert found.is_whole == (len(reached[0]) == world)
         else:
             with pytest.raises(ConfigError, match="shards and replicas that make a grid"):
-                Over(shards, replicas)
+                MeshesOver(shards, replicas)

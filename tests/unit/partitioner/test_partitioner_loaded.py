@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from smpc.errors import MemoryLimitError, PartitionError
 from smpc.partitioner import Instance, Link, Node, Processor, solve_instance
 from smpc.partitioner.instances.loaded import load_problem
-from smpc.partitioner.solvers.cuts import _narrow, cut_bound
+from smpc.partitioner.solvers.cuts import _narrow_cuts, cut_bound
 from smpc.partitioner.solvers.loads import simple_bound
 
 AMOUNTS = st.sampled_from([0, 1, 1, 2.5, 4, 7])
@@ -348,7 +348,7 @@ def test_no_placement_is_below_what_devices_cut(instance):
         for known in (best, 1.5 * best):
             assert cut_bound(problem, known) <= best * (1 + 1e-9)
         assert simple_bound(problem) <= best * (1 + 1e-9)
-    assert sorted(_narrow(problem)) == list(range(problem.num_units))
+    assert sorted(_narrow_cuts(problem)) == list(range(problem.num_units))
 
 
 def line(n, devices, size=1):

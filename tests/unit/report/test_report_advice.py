@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from smpc.compile import PipelineOptions, Traced, plan_trace
-from smpc.compile.step import Around, StepParts, step_parts
+from smpc.compile.step import StepParts, StepSurroundings, step_parts
 from smpc.report.advice import advice
 from smpc.report.tables import step_lines
 from smpc.tracer import record
@@ -28,13 +28,13 @@ def traced():
 
 def seconds(traced, options):
     planned = plan_trace(traced, options, prove=False)
-    return step_parts(planned.traced, planned.plan, planned.timeline, Around.of(options)).total, planned
+    return step_parts(planned.traced, planned.plan, planned.timeline, StepSurroundings.of(options)).total, planned
 
 
 def test_what_is_advised_gains_what_is_said(traced):
     options = PipelineOptions(4, 4, memory_weight=0.8)
     planned = plan_trace(traced, options)
-    now = step_parts(planned.traced, planned.plan, planned.timeline, Around.of(options)).total
+    now = step_parts(planned.traced, planned.plan, planned.timeline, StepSurroundings.of(options)).total
     found = advice(options, planned)
     assert 1 <= len(found) <= 3
     for text in found:

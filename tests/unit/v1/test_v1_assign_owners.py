@@ -8,13 +8,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from smpc.mesh import Axis
-from smpc.v1.optimization.sharded import Cut, Entry, Lot, deal
+from smpc.v1.optimization.sharded import Cut, Entry, ShardedLot, deal
 
 LOTS = st.lists(
     st.one_of(
-        st.builds(Lot, st.integers(0, 200_000)),
+        st.builds(ShardedLot, st.integers(0, 200_000)),
         st.builds(
-            lambda rows, width, granule: Lot(rows * width, rows, granule),
+            lambda rows, width, granule: ShardedLot(rows * width, rows, granule),
             *[st.integers(1, 300)] * 2,
             st.sampled_from([1, 8, 64]),
         ),
@@ -47,7 +47,7 @@ def test_every_row_has_one_owner_and_loads_are_what_was_dealt(lots, before):
 @given(st.lists(st.integers(1, 200_000), max_size=30), st.integers(1, 9))
 def test_without_cuts_no_owner_has_more_than_the_average_and_one_lot(sizes, owners):
     loads = [0] * owners
-    deal([Lot(size) for size in sizes], loads)
+    deal([ShardedLot(size) for size in sizes], loads)
     assert max(loads) <= sum(sizes) / owners + max(sizes, default=0)
 
 
@@ -58,14 +58,14 @@ def test_without_cuts_no_owner_has_more_than_the_average_and_one_lot(sizes, owne
 )
 def test_what_may_be_cut_anywhere_comes_out_even(sizes, before):
     loads = list(before)
-    deal([Lot(size, size) for size in sizes], loads)
+    deal([ShardedLot(size, size) for size in sizes], loads)
     grown = [load for load, old in zip(loads, before, strict=True) if load > old]
     # Lots too small for a cut are dealt out whole; they are less than 1/1024 of a share.
     assert max(grown) - min(grown) <= (sum(loads) // len(loads)) // 1024 + 4096 + len(loads)
 
 
 def test_the_large_are_cut_at_granules_and_the_small_are_not():
-    assert deal([Lot(64_000, 1000, 8), Lot(100, 100), Lot(60, 60)], [0, 0]) == [
+    assert deal([ShardedLot(64_000, 1000, 8), ShardedLot(100, 100), ShardedLot(60, 60)], [0, 0]) == [
         (Cut(0, 0, 496), Cut(1, 496, 1000)),
         (Cut(0, 0, 100),),
         (Cut(0, 0, 60),),

@@ -5,7 +5,7 @@ import torch
 import zoo
 
 import smpc.v1 as smp
-from smpc.checkpoint.sources.sources import Item
+from smpc.checkpoint.sources.sources import SourceItem
 from smpc.errors import CheckpointError
 from smpc.nn.huggingface.families import FAMILIES
 from smpc.v1.saving.hugging_face import Ours, Theirs, format_of, is_hugging_face, texts_of
@@ -18,7 +18,7 @@ class Memory:
 
     def __init__(self, tensors):
         self.tensors, self.metadata = tensors, {}
-        self.items = [Item("model", name, value.dtype, tuple(value.shape)) for name, value in tensors.items()]
+        self.items = [SourceItem("model", name, value.dtype, tuple(value.shape)) for name, value in tensors.items()]
 
     def read(self, item):
         return self.tensors[item.name]

@@ -18,7 +18,7 @@ from torch._C._distributed_c10d import HashStore
 import smpc.v1 as smp
 from smpc.config import Config
 from smpc.errors import ConfigError, ConfigUnsupportedError, PeerError, TransportError, UsageError
-from smpc.launch.store import ENDED, of_job
+from smpc.launch.store import ENDED, store_of_job
 from smpc.places import Launch
 from smpc.v1.session.init import _choose_device, _end
 from smpc.v1.session.rendezvous import await_all, meet
@@ -373,7 +373,7 @@ def test_who_is_waited_for(here, ended, error, found):
     for rank in here:
         store.set(f"smpc_here/{rank}", "")
     if ended:
-        of_job(store).set(ENDED, ended)
+        store_of_job(store).set(ENDED, ended)
     if error is None:
         await_all(store, launch, datetime.timedelta(seconds=600))
     else:

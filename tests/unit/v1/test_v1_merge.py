@@ -12,7 +12,7 @@ from smpc.nn import DistributedLinear
 from smpc.nn.parallel import Shard, TensorParallel
 from smpc.tracer.ir import TensorSpec
 from smpc.v1.layout.slices import Slices, place
-from smpc.v1.state_dicts.merge import Piece, fill, survey
+from smpc.v1.state_dicts.merge import MergedPiece, fill, survey
 
 
 @given(data=st.data(), size=st.integers(1, 8), dim=st.integers(0, 1), whole=st.booleans())
@@ -26,7 +26,7 @@ def test_any_pieces_fill_any_slice(data, size, dim, whole):
     cuts = sorted({0, size, *data.draw(st.lists(st.integers(0, size), max_size=3))})
     for first, last in itertools.pairwise(cuts):
         value = full.narrow(dim, first, last - first)
-        fill(target, shard, Piece(0, TensorSpec.of(value), dim, first), value)
+        fill(target, shard, MergedPiece(0, TensorSpec.of(value), dim, first), value)
     assert torch.equal(target, expected)
 
 

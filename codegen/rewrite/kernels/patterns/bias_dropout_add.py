@@ -16,7 +16,7 @@ _OP = "bias_dropout_add"
 _TARGET = "smpc.kernels.bias_dropout_add.bias_dropout_add"
 
 
-def find(graph: Graph) -> Iterator[Replacement | Refusal]:
+def find_bias_dropout_add(graph: Graph) -> Iterator[Replacement | Refusal]:
     """Every sum of a residual and a dropout."""
     for name in graph.find("dropout"):
         x, total = graph.tensor(name, 0, "input"), graph.sole_user(name)
@@ -39,7 +39,7 @@ def find(graph: Graph) -> Iterator[Replacement | Refusal]:
         yield Replacement(_OP, graph.between(total, inputs), (Call(_TARGET, arguments),))
 
 
-REWRITE = Rewrite(_OP, find)
+REWRITE = Rewrite(_OP, find_bias_dropout_add)
 
 
 def _added_bias(graph: Graph, x: str) -> tuple[str, str | None]:

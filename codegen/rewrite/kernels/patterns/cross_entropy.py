@@ -90,11 +90,13 @@ def _without_cast(graph: Graph, logits: str) -> tuple[tuple[Call, ...], str]:
     for name in reversed(reshapes):
         node = graph.node(name)
         read = {node.inputs[0]: f"#{len(calls) - 1}" if calls else current}
-        calls.append(Call(node.target, map_references(node.args, functools.partial(_read, read)), node.kwargs))
+        calls.append(
+            Call(node.target, map_references(node.args, functools.partial(_read_loss_input, read)), node.kwargs)
+        )
     return tuple(calls), source
 
 
-def _read(instead: dict[str, str], name: str) -> Ref:
+def _read_loss_input(instead: dict[str, str], name: str) -> Ref:
     return Ref(instead.get(name, name))
 
 

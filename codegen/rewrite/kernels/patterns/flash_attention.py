@@ -31,7 +31,7 @@ _TARGET = "smpc.kernels.attention.op.flash_attention"
 _LARGEST_HEAD = 256
 
 
-def find(graph: Graph) -> Iterator[Replacement | Refusal]:
+def find_flash_attention(graph: Graph) -> Iterator[Replacement | Refusal]:
     """Every attention of a trace."""
     read = functools.cache(functools.partial(read_mask, graph))  # layers share a mask
     for name in graph.find("scaled_dot_product_attention"):
@@ -55,7 +55,7 @@ def find(graph: Graph) -> Iterator[Replacement | Refusal]:
             yield _flash_replacement(graph, name, (q, k, v), mask, found)
 
 
-REWRITE = Rewrite(_OP, find)
+REWRITE = Rewrite(_OP, find_flash_attention)
 
 
 def _why_not_flash(graph: Graph, name: str, q: str, k: str, v: str) -> str:
@@ -80,7 +80,10 @@ def _flash_replacement(
 ) -> Replacement:
     """Flash attention in the place of an attention."""
     q, k, v = heads
-    unrepeated = (_unrepeated(graph, k, graph.shape(q)[1]), _unrepeated(graph, v, graph.shape(q)[1]))
+    unrepeated = (
+        _unrepeated_key_heads(graph, k, graph.shape(q)[1]),
+        _unrepeated_key_heads(graph, v, graph.shape(q)[1]),
+    )
     if (
         unrepeated[0] is not None
         and unrepeated[1] is not None
@@ -104,7 +107,7 @@ def _flash_replacement(
     return Replacement(_OP, graph.between(name, inputs), tuple(calls), given)
 
 
-def _unrepeated(graph: Graph, name: str, num_heads: int) -> str | None:
+def _unrepeated_key_heads(graph: Graph, name: str, num_heads: int) -> str | None:
     """The key heads that `x[:, :, None].expand(...).reshape(...)` repeats, if nothing else reads what is repeated."""
     for operation in (("reshape", "flatten"), ("expand",), ("getitem", "unsqueeze")):
         if graph.op(name) not in operation or graph.sole_user(name) is None:
@@ -139,14 +142,14 @@ def read_mask(graph: Graph, mask: str, num_queries: int, num_keys: int) -> Mask 
     offset: int | None = None
     keys: list[str] = []
     for part in dict.fromkeys(_parts_of_mask(graph, mask)):
-        value = _constant(graph, part)
+        value = _constant_of_mask(graph, part)
         if value is not None and bool(value.all()):
             continue
         shape = graph.shape(part)
         if len(shape) == 4 and shape[2] == 1 and shape[3] == num_keys:
             keys.append(part)
             continue
-        found = None if value is None else _triangle(value, num_queries, num_keys)
+        found = None if value is None else _triangle_of_mask(value, num_queries, num_keys)
         if found is None or offset not in (None, found):
             return f"its mask {spec} hides other keys of every query"
         offset = found
@@ -164,7 +167,7 @@ def _parts_of_mask(graph: Graph, name: str) -> Iterator[str]:
         yield name
 
 
-def _constant(graph: Graph, name: str) -> torch.Tensor | None:
+def _constant_of_mask(graph: Graph, name: str) -> torch.Tensor | None:
     """The value of a node that depends on nothing that a run could change, if it is not too large."""
     cone = graph.between(name, ())
     for part in cone:
@@ -184,7 +187,7 @@ def _constant(graph: Graph, name: str) -> torch.Tensor | None:
     return found if isinstance(found, torch.Tensor) else None
 
 
-def _triangle(value: torch.Tensor, num_queries: int, num_keys: int) -> int | None:
+def _triangle_of_mask(value: torch.Tensor, num_queries: int, num_keys: int) -> int | None:
     """The offset of the lower triangle that a mask is, in every batch and head."""
     if value.shape[-2:] != (num_queries, num_keys):
         return None

@@ -83,10 +83,10 @@ def _written_layer_norm(graph: Graph, root: str) -> Replacement | None:
         return None
     squares = graph.tensor(summands[1], 0, "input")
     centered = None if squares is None else graph.power(squares, 2)
-    source = None if centered is None else _centered(graph, centered)
+    source = None if centered is None else _centered_in_norm(graph, centered)
     result = graph.sole_user(root)
     factor = None if result is None or graph.op(result) != "mul" else graph.other(result, root)
-    if source is None or result is None or factor is None or _centered(graph, factor) != source:
+    if source is None or result is None or factor is None or _centered_in_norm(graph, factor) != source:
         return None
     x = graph.uncast(source)
     columns = graph.shape(x)[-1:]
@@ -94,7 +94,9 @@ def _written_layer_norm(graph: Graph, root: str) -> Replacement | None:
     for operation in ("mul", "add"):
         following = graph.reader(result)
         factor = (
-            None if following is None or graph.op(following) != operation else _parameter(graph, following, columns)
+            None
+            if following is None or graph.op(following) != operation
+            else _norm_parameter(graph, following, columns)
         )
         if following is None or factor is None:
             break
@@ -104,7 +106,7 @@ def _written_layer_norm(graph: Graph, root: str) -> Replacement | None:
     return _layer_norm(graph, result, x, columns, weight, bias, summands[0])
 
 
-def _centered(graph: Graph, name: str) -> str | None:
+def _centered_in_norm(graph: Graph, name: str) -> str | None:
     """x, if the node is x - mean(x)."""
     pair = graph.tensors(name) if graph.op(name) == "sub" else None
     if pair is None or graph.op(pair[1]) != "mean" or graph.tensor(pair[1], 0, "input") != pair[0]:
@@ -112,7 +114,7 @@ def _centered(graph: Graph, name: str) -> str | None:
     return pair[0]
 
 
-def _parameter(graph: Graph, name: str, columns: tuple[int, ...]) -> str | None:
+def _norm_parameter(graph: Graph, name: str, columns: tuple[int, ...]) -> str | None:
     """The operand that is a parameter of one number for each column."""
     for operand in graph.tensors(name) or ():
         found = graph.uncast(operand)
@@ -248,7 +250,7 @@ def find_add_norm(op: str, norms: Find, graph: Graph) -> Iterator[Replacement | 
             continue
         if any((graph.shape(name), graph.spec(name).dtype) != (spec.shape, spec.dtype) for name in pair):
             continue
-        if _encloses(graph.trace, total, norm.result):
+        if _encloses_norm(graph.trace, total, norm.result):
             yield _add_norm(op, graph, norm, call, total, pair)
         else:
             yield Refusal(op, norm.result, "its sum is made in another layer, and pipelines are cut between layers")
@@ -270,7 +272,7 @@ def _add_norm(op: str, graph: Graph, norm: Replacement, call: Call, total: str, 
     return Replacement(op, replaced, (fused, summed, normed), also=((total, "#1"),))
 
 
-def _encloses(trace: Trace, outer: str, inner: str) -> bool:
+def _encloses_norm(trace: Trace, outer: str, inner: str) -> bool:
     """Whether the module call around `inner` is `outer`'s, or was made by it."""
     call, wanted = trace.node(inner).call, trace.node(outer).call
     while call not in (wanted, -1):

@@ -34,7 +34,7 @@ class _Turned:
     interleaved: bool
 
 
-def find(graph: Graph) -> Iterator[Replacement | Refusal]:
+def find_rotary(graph: Graph) -> Iterator[Replacement | Refusal]:
     """Every rotation of a trace."""
     for name in graph.find("neg"):
         turned = _read_from_half(graph, name)
@@ -42,7 +42,7 @@ def find(graph: Graph) -> Iterator[Replacement | Refusal]:
             yield _rotary_replacement(graph, turned)
 
 
-REWRITE = Rewrite(_OP, find)
+REWRITE = Rewrite(_OP, find_rotary)
 
 
 def _read_from_half(graph: Graph, neg: str) -> _Turned | None:
@@ -85,7 +85,7 @@ def _rotary_replacement(graph: Graph, turned: _Turned) -> Replacement | Refusal:
         source = _doubled_table(graph, table)
         if source is None:
             return Refusal(_OP, result, "nothing shows that its tables hold every column twice")
-        flat = _flat(graph, table, 1 if positions == 2 else 2)
+        flat = _flat_rotary_table(graph, table, 1 if positions == 2 else 2)
         if flat is None:
             calls.append(Call("torch.Tensor.squeeze", (Ref(table), 1 if positions == 2 else 2)))
             flat = f"#{len(calls) - 1}"
@@ -110,7 +110,7 @@ def _with_rest(graph: Graph, turned: _Turned) -> tuple[str, str]:
     return (joined, base) if whole else (turned.total, turned.x)
 
 
-def _flat(graph: Graph, table: str, head: int) -> str | None:
+def _flat_rotary_table(graph: Graph, table: str, head: int) -> str | None:
     """The table without the dimension of heads: itself, or what got that dimension; None if it has to be taken out."""
     if len(graph.shape(table)) < 4:
         return table

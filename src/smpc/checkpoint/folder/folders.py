@@ -107,7 +107,7 @@ class Root:
         if not complete:
             return None
         marked = read_marker(self.path, MARKER)
-        last = last_of(complete, marked)
+        last = last_in_folder(complete, marked)
         if marked != last:
             warnings.warn(wrong_marker(self.path, MARKER, marked, last), stacklevel=2)
         return last
@@ -328,7 +328,7 @@ def wrong_marker(folder: str, marker: str, marked: str | None, last: str) -> str
     )
 
 
-def last_of(complete: list[tuple[int, str]], marked: str | None) -> str:
+def last_in_folder(complete: list[tuple[int, str]], marked: str | None) -> str:
     """The tag with the highest number; where several have it, which no save makes, the one that is marked."""
     highest = max(sequence for sequence, _ in complete)
     tags = [tag for sequence, tag in complete if sequence == highest]

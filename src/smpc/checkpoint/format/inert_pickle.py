@@ -1,6 +1,6 @@
 """Pickles, read without calling, importing or hashing anything that they name: what comes out are records.
 
-    parse(data)              the object: plain values, lists and tuples as they are, dicts as `Pairs`, everything else as a `Record`
+    parse(data)              the object: plain values, lists and tuples as they are, dicts as `PickledPairs`, all else as a `PickledRecord`
     expanded(value)          how many objects it would be if nothing were shared; CheckpointError for more than `most`, or a circle
 
 Terms
@@ -25,23 +25,23 @@ REFERENCE = "persistent reference"
 _MARK = object()
 
 
-class Record:
+class PickledRecord:
     """An object of a pickle; nothing of it runs."""
 
     __slots__ = ("args", "items", "name", "state")
 
     def __init__(self, name: str, args: Any = None) -> None:
         self.name, self.args, self.state = name, args, None
-        self.items = Pairs()
+        self.items = PickledPairs()
 
     def fields(self, name: str) -> dict[str, Any]:
         """What is in its `__dict__`, if its class is `name`."""
         if self.name != name:
             raise CheckpointError(f"expected a {name}, found {self.name[:80]!r}")
-        return self.state.by_name() if isinstance(self.state, Pairs) else {}
+        return self.state.by_name() if isinstance(self.state, PickledPairs) else {}
 
 
-class Pairs(list[tuple[Any, Any]]):
+class PickledPairs(list[tuple[Any, Any]]):
     """Keys and values of a dict."""
 
     def by_name(self) -> dict[str, Any]:
@@ -89,11 +89,11 @@ def expanded(value: Any, most: int) -> int:
 
 def _inner_values(value: Any) -> list[Any]:
     """The values inside of an unpickled value."""
-    if isinstance(value, Pairs):
+    if isinstance(value, PickledPairs):
         return [each for pair in value for each in pair]
     if isinstance(value, (list, tuple)):
         return list(value)
-    return [value.args, value.state, value.items] if isinstance(value, Record) else []
+    return [value.args, value.state, value.items] if isinstance(value, PickledRecord) else []
 
 
 class _Reader:
@@ -170,26 +170,26 @@ class _Reader:
 
     def set_items(self, values: list[Any]) -> None:
         target = self._stack[-1]
-        pairs = target.items if isinstance(target, Record) else target
-        if not isinstance(pairs, Pairs) or len(values) % 2:
+        pairs = target.items if isinstance(target, PickledRecord) else target
+        if not isinstance(pairs, PickledPairs) or len(values) % 2:
             raise TypeError("expected a dict, with keys and values")
         pairs.extend(zip(values[::2], values[1::2], strict=True))
 
     def add(self, values: list[Any]) -> None:
         target = self._stack[-1]
-        if not isinstance(target, Record):
+        if not isinstance(target, PickledRecord):
             raise TypeError("expected a set")
         target.items.extend((value, None) for value in values)
 
     def call(self) -> None:
         args, function = self._stack.pop(), self._stack.pop()
-        if not isinstance(function, Record) or type(args) is not tuple:
+        if not isinstance(function, PickledRecord) or type(args) is not tuple:
             raise TypeError("expected a name and what it is called with")
-        self._stack.append(Record(function.name, args))
+        self._stack.append(PickledRecord(function.name, args))
 
     def build(self) -> None:
         state, target = self._stack.pop(), self._stack[-1]
-        if not isinstance(target, Record):
+        if not isinstance(target, PickledRecord):
             raise TypeError("expected an object")
         target.state = state
 
@@ -202,10 +202,10 @@ class _Reader:
     def named(self, name: str) -> None:
         if not self._knows(name):
             raise CheckpointError(f"it names {name[:200]}, which does not belong there")
-        self._stack.append(Record(name))
+        self._stack.append(PickledRecord(name))
 
     def refer(self) -> None:
-        self._stack.append(Record(REFERENCE, self._stack.pop()))
+        self._stack.append(PickledRecord(REFERENCE, self._stack.pop()))
 
     def put(self, index: int) -> None:
         self._memo[index] = self._stack[-1]
@@ -250,10 +250,10 @@ _CODES: dict[int, Callable[[_Reader], Any]] = {
         "]": lambda r: r.push([]),
         "a": lambda r: r.single(r.append, 1),
         "e": lambda r: r.append(r.marked()),
-        "}": lambda r: r.push(Pairs()),
+        "}": lambda r: r.push(PickledPairs()),
         "s": lambda r: r.single(r.set_items, 2),
         "u": lambda r: r.set_items(r.marked()),
-        "\x8f": lambda r: r.push(Record("builtins.set")),  # EMPTY_SET
+        "\x8f": lambda r: r.push(PickledRecord("builtins.set")),  # EMPTY_SET
         "\x90": lambda r: r.add(r.marked()),  # ADDITEMS
         "c": lambda r: r.named(f"{r.line()}.{r.line()}"),
         "\x93": _Reader.name,

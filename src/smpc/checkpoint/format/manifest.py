@@ -47,7 +47,7 @@ class File:
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class ManifestPiece:
     """`begin`: position of the first byte in the file. One checksum for each block, the last of which may be short."""
 
     file: str
@@ -70,7 +70,7 @@ class Entry:
     name: str
     dtype: torch.dtype
     shape: tuple[int, ...]
-    pieces: tuple[Piece, ...]
+    pieces: tuple[ManifestPiece, ...]
 
     @property
     def num_bytes(self) -> int:
@@ -121,7 +121,7 @@ class Manifest:
             "pickled": self.pickled,
             "plan": self.plan,
         }
-        return _sealed(_canonical(body))
+        return _sealed_manifest(_canonical_manifest(body))
 
     @staticmethod
     def from_json(text: str, where: str) -> Manifest:
@@ -129,7 +129,7 @@ class Manifest:
         try:
             document = json.loads(text, object_pairs_hook=without_duplicates)
             body = document["body"]
-            sealed = _sealed(_canonical(body))
+            sealed = _sealed_manifest(_canonical_manifest(body))
             if not sealed.endswith(f'"sha256":"{document["sha256"]}"}}\n'):
                 raise CheckpointError("it does not have the sha256 that it says, so it is damaged")
             if body["format"] != FORMAT or body["version"] > VERSION:
@@ -154,17 +154,17 @@ def is_plain_name(name: object) -> bool:
     return isinstance(name, str) and len(name) <= 200 and _FILE.fullmatch(name) is not None
 
 
-def num_blocks(piece: Piece, dtype: torch.dtype, block_size: int) -> int:
+def num_blocks(piece: ManifestPiece, dtype: torch.dtype, block_size: int) -> int:
     """How many checksums a piece has."""
     return -(-num_bytes(piece.shape, dtype) // block_size)
 
 
-def _sealed(body: str) -> str:
+def _sealed_manifest(body: str) -> str:
     """The text of the file, byte for byte."""
     return f'{{"body":{body},"sha256":"{hashlib.sha256(body.encode()).hexdigest()}"}}\n'
 
 
-def _canonical(body: Any) -> str:
+def _canonical_manifest(body: Any) -> str:
     return json.dumps(body, separators=(",", ":"), allow_nan=False)
 
 
@@ -233,7 +233,7 @@ def _parsed_entry(values: Sequence[Any]) -> Entry:
         dtype_of(dtype),
         checked_shape(shape),
         tuple(
-            Piece(
+            ManifestPiece(
                 file,
                 _natural_numbers([begin])[0],
                 checked_shape(offsets),
@@ -271,7 +271,7 @@ def _check_entry(entry: Entry, files: Mapping[str, File], block_size: int) -> No
 
 def _check_overlaps(entries: Mapping[tuple[str, str], Entry]) -> None:
     spans: dict[str, list[tuple[int, int, str]]] = {}
-    for entry, piece in _pieces(entries):
+    for entry, piece in _manifest_pieces(entries):
         end = piece.begin + num_bytes(piece.shape, entry.dtype)
         spans.setdefault(piece.file, []).append((piece.begin, end, f"{entry.kind} {printable(entry.name)}"))
     for file, found in spans.items():
@@ -281,5 +281,5 @@ def _check_overlaps(entries: Mapping[tuple[str, str], Entry]) -> None:
                 raise CheckpointError(f"{one} and {other} share bytes of {file}")
 
 
-def _pieces(entries: Mapping[tuple[str, str], Entry]) -> Iterator[tuple[Entry, Piece]]:
+def _manifest_pieces(entries: Mapping[tuple[str, str], Entry]) -> Iterator[tuple[Entry, ManifestPiece]]:
     return ((entry, piece) for entry in entries.values() for piece in entry.pieces)

@@ -107,7 +107,7 @@ def flatten(tree: Any, what: str, *, objects: bool = False) -> tuple[Any, dict[s
     tensors: dict[str, Tensor] = {}
     wrong: list[str] = []
     try:
-        values = _Flattening(tensors, wrong, objects).of(tree, "")
+        values = _JsonFlattening(tensors, wrong, objects).of(tree, "")
     except RecursionError:
         raise CheckpointError(f"{what} is nested too deeply, or contains itself") from None
     if wrong:
@@ -187,7 +187,7 @@ def _dtype_named(name: str) -> torch.dtype:
     return found
 
 
-class _Flattening:
+class _JsonFlattening:
     """One run of `flatten`. `wrong` gets what cannot be saved; `objects`: whether instances of other classes can."""
 
     def __init__(self, tensors: dict[str, Tensor], wrong: list[str], objects: bool) -> None:

@@ -60,15 +60,15 @@ def find_gap(shape: Sequence[int], boxes: Sequence[Box]) -> str | None:
     cut = [dim for dim, size in enumerate(shape) if any(box.shape[dim] != size for box in filled)]
     if len(filled) << len(cut) > _MOST_CORNERS:
         return f"{len(filled)} shards cut along {len(cut)} dimensions are more than can be checked"
-    if _tile(shape, filled, cut):
+    if _regions_tile(shape, filled, cut):
         return None
     missing = math.prod(shape) - sum(box.volume for box in filled)
-    return _overlap(filled) or (
+    return _overlapping_regions(filled) or (
         f"{missing} of {math.prod(shape)} elements belong to no shard" if missing > 0 else "the shards overlap"
     )
 
 
-def _tile(shape: Sequence[int], boxes: Sequence[Box], cut: Sequence[int]) -> bool:
+def _regions_tile(shape: Sequence[int], boxes: Sequence[Box], cut: Sequence[int]) -> bool:
     """Whether boxes inside a tensor cover every element once; in a time that grows with their number, not its square. `cut`: the
     dimensions along which they are smaller.
 
@@ -89,7 +89,7 @@ def _tile(shape: Sequence[int], boxes: Sequence[Box], cut: Sequence[int]) -> boo
     return not any(signs.values())
 
 
-def _overlap(boxes: Sequence[Box]) -> str | None:
+def _overlapping_regions(boxes: Sequence[Box]) -> str | None:
     """Two of the boxes that overlap; None if they are too many to look for them."""
     for index, box in enumerate(ordered := sorted(boxes)[:_MOST_COMPARED]):
         for other in ordered[index + 1 :]:

@@ -69,10 +69,10 @@ def is_file(path: str) -> bool:
 def printable(name: object) -> str:
     """A name as it is where it can be shown; the rest is escaped, so that it cannot steer a terminal or pass for a line."""
     text = str(name)
-    return text if text.isprintable() else "".join(map(_escaped, text))
+    return text if text.isprintable() else "".join(map(_escaped_file_name, text))
 
 
-def _escaped(character: str) -> str:
+def _escaped_file_name(character: str) -> str:
     return character if character.isprintable() else character.encode("unicode_escape", "surrogatepass").decode()
 
 

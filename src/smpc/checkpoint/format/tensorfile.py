@@ -22,9 +22,9 @@ from torch import Tensor
 from smpc.checkpoint.format.content import Advance, Shard
 from smpc.checkpoint.format.dtypes import byte_view, checked_shape, dtype_name, dtype_of, num_bytes
 from smpc.checkpoint.format.header_checksums import KEY, sealed, unsealed
-from smpc.checkpoint.format.manifest import File, Piece, without_duplicates
+from smpc.checkpoint.format.manifest import File, ManifestPiece, without_duplicates
 from smpc.checkpoint.format.regular import is_file, printable
-from smpc.checkpoint.format.torch_archive import Mark, find_mark
+from smpc.checkpoint.format.torch_archive import ArchiveMark, find_mark
 from smpc.errors import CheckpointError
 
 MAX_HEADER = 100_000_000  # as the safetensors library has it
@@ -37,7 +37,7 @@ class Written:
     """The content of a file: pieces in the order of the given shards."""
 
     file: File
-    pieces: tuple[Piece, ...]
+    pieces: tuple[ManifestPiece, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +47,7 @@ class Header:
     size: int
     tensors: dict[str, tuple[torch.dtype, tuple[int, ...], int]]
     metadata: dict[str, str]
-    mark: Mark | None = None
+    mark: ArchiveMark | None = None
 
 
 def write_tensors(
@@ -69,7 +69,7 @@ def write_tensors(
     if seal:
         notes[KEY] = unsealed([shards[i][1].num_bytes for i in order], block_size)
     header, begins = _header_bytes([shards[i] for i in order], notes)
-    pieces: dict[int, Piece] = {}
+    pieces: dict[int, ManifestPiece] = {}
     try:
         with _Stream(path) as stream:
             stream.write(memoryview(header))
@@ -83,7 +83,7 @@ def write_tensors(
                     )
                 sums = _write_blocks(stream, values, block_size, advance)
                 del values  # before the next one is fetched
-                pieces[index] = Piece(os.path.basename(path), begin, shard.offsets, shard.shape, sums)
+                pieces[index] = ManifestPiece(os.path.basename(path), begin, shard.offsets, shard.shape, sums)
             if seal:
                 header = sealed(header, [each for i in order for each in pieces[i].checksums], block_size)
                 stream.rewrite(memoryview(header))
@@ -118,7 +118,7 @@ def read_header(descriptor: int, where: str) -> Header:
         raise CheckpointError(f"{where}: not a safetensors file, or truncated: {size} bytes with a header of {length}")
     tensors, metadata = _parsed_header(os.pread(descriptor, length, 8), 8 + length, where)
     position = 8 + length
-    for key, begin, end in _extents(tensors):
+    for key, begin, end in _tensorfile_extents(tensors):
         if begin != position:
             raise CheckpointError(
                 f"{where}: {key!r} begins at byte {begin}, expected {position}: tensors overlap or leave gaps"
@@ -129,13 +129,13 @@ def read_header(descriptor: int, where: str) -> Header:
     return Header(8 + length, tensors, metadata)
 
 
-def _archive_header(descriptor: int, mark: Mark, where: str) -> Header:
+def _archive_header(descriptor: int, mark: ArchiveMark, where: str) -> Header:
     """The tensors of an archive, in which a tensor may have several names."""
     if mark.length > MAX_HEADER:
         raise CheckpointError(f"{where}: its header has {mark.length} bytes; at most {MAX_HEADER} are read")
     tensors, metadata = _parsed_header(os.pread(descriptor, mark.length, mark.begin), 0, where)
     last = (0, 0)
-    for key, begin, end in _extents(tensors):
+    for key, begin, end in _tensorfile_extents(tensors):
         if (begin < last[1] and (begin, end) != last) or end > mark.begin:
             raise CheckpointError(
                 f"{where}: {key!r} in bytes {begin} to {end}: tensors overlap, or it is not in the file"
@@ -160,7 +160,7 @@ def _parsed_header(text: bytes, data: int, where: str) -> tuple[_Tensors, dict[s
         raise CheckpointError(f"{where}: the header is damaged: {type(error).__name__}: {str(error)[:200]}") from error
 
 
-def _extents(tensors: _Tensors) -> list[tuple[str, int, int]]:
+def _tensorfile_extents(tensors: _Tensors) -> list[tuple[str, int, int]]:
     """Names, first bytes and ends, in the order of the file."""
     found = [(key, begin, begin + num_bytes(shape, dtype)) for key, (dtype, shape, begin) in tensors.items()]
     return sorted(found, key=lambda item: item[1:])

@@ -48,7 +48,7 @@ _READ = 4 << 20
 
 
 @dataclass(frozen=True, slots=True)
-class Mark:
+class ArchiveMark:
     """Where the header of an archive is, and the checksum of bytes outside tensors. `end`: where the mark itself begins."""
 
     begin: int
@@ -61,7 +61,7 @@ class Mark:
         return _checksum_around(descriptor, tensors, self.end) == self.checksum
 
 
-def find_mark(descriptor: int, where: str) -> Mark | None:
+def find_mark(descriptor: int, where: str) -> ArchiveMark | None:
     """The mark of an open file. Raises CheckpointError if there was one, which is damaged."""
     size = os.fstat(descriptor).st_size
     tail = os.pread(descriptor, _TAIL, max(size - _TAIL, 0))
@@ -74,7 +74,7 @@ def find_mark(descriptor: int, where: str) -> Mark | None:
         raise CheckpointError(
             f"{where}: damaged: its first bytes, or the mark at its end, which says where its header is"
         )
-    return Mark(begin, length, checksum, size - _LENGTH)
+    return ArchiveMark(begin, length, checksum, size - _LENGTH)
 
 
 def write_archive(
@@ -122,11 +122,11 @@ class _Archive:
                 self._put_tensor(f"archive/data/{number}", name, shard)
             self._put("archive/version", b"3\n")
             begin, length = self._put(_HEADER, self._header(shards, aliases, metadata))
-            self._zip.comment = _mark(begin, length, 0)
+            self._zip.comment = _archive_mark(begin, length, 0)
         self._file.flush()
         end = self._file.seek(0, os.SEEK_END) - _LENGTH
         checksum = _checksum_around(self._file.fileno(), list(self._extents.values()), end)
-        os.pwrite(self._file.fileno(), _mark(begin, length, checksum), end)
+        os.pwrite(self._file.fileno(), _archive_mark(begin, length, checksum), end)
 
     def _put(self, record: str, data: bytes) -> tuple[int, int]:
         """A record, and where its bytes are."""
@@ -175,7 +175,7 @@ class _Archive:
         return json.dumps(document, separators=(",", ":")).encode()
 
 
-def _mark(begin: int, length: int, checksum: int) -> bytes:
+def _archive_mark(begin: int, length: int, checksum: int) -> bytes:
     return f"smpc/{begin:016x}/{length:08x}/{checksum:08x}".encode()
 
 

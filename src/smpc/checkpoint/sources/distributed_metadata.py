@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from smpc.checkpoint.format.dtypes import checked_shape
-from smpc.checkpoint.format.inert_pickle import Pairs, Record, parse
+from smpc.checkpoint.format.inert_pickle import PickledPairs, PickledRecord, parse
 from smpc.checkpoint.format.regions import Box
 from smpc.checkpoint.format.regular import read_regular
 from smpc.errors import CheckpointError
@@ -73,9 +73,15 @@ def parse_metadata(data: bytes, path: str) -> DistributedMetadata:
     try:
         top = parse(data, _KNOWN.__contains__).fields(f"{_MODULE}Metadata")
         return DistributedMetadata(
-            {key: _described_tensor(entry) for key, entry in _pairs(top["state_dict_metadata"]).by_name().items()},
-            dict(_stored_place(*pair) for pair in _pairs(top["storage_data"])),
-            {key: _path(value) for key, value in _pairs(top.get("planner_data") or Pairs()).by_name().items()},
+            {
+                key: _described_tensor(entry)
+                for key, entry in _metadata_pairs(top["state_dict_metadata"]).by_name().items()
+            },
+            dict(_stored_place(*pair) for pair in _metadata_pairs(top["storage_data"])),
+            {
+                key: _metadata_path(value)
+                for key, value in _metadata_pairs(top.get("planner_data") or PickledPairs()).by_name().items()
+            },
         )
     except CheckpointError as error:
         raise CheckpointError(f"{path}: refused: {error}") from error
@@ -85,15 +91,15 @@ def parse_metadata(data: bytes, path: str) -> DistributedMetadata:
         ) from error
 
 
-def _pairs(value: Any) -> Pairs:
-    if not isinstance(value, Pairs):
+def _metadata_pairs(value: Any) -> PickledPairs:
+    if not isinstance(value, PickledPairs):
         raise TypeError(f"expected a dict, found {type(value).__name__}")
     return value
 
 
 def _described_tensor(entry: Any) -> Described | None:
     """The tensor that an entry of the metadata describes; None for another value."""
-    if isinstance(entry, Record) and entry.name == _VALUE:
+    if isinstance(entry, PickledRecord) and entry.name == _VALUE:
         return None
     found = entry.fields(_TENSOR)
     properties = found["properties"]
@@ -117,14 +123,14 @@ def _stored_place(index: Any, info: Any) -> tuple[tuple[str, tuple[int, ...]], S
 
 def _size_of_record(value: Any) -> tuple[int, ...]:
     """The shape that a torch.Size in the metadata is."""
-    if isinstance(value, Record):
+    if isinstance(value, PickledRecord):
         if value.name != _SIZE or type(value.args) is not tuple or len(value.args) > 1:
             raise TypeError("expected a torch.Size")
         value = value.args[0] if value.args else ()
     return checked_shape(value)
 
 
-def _path(value: Any) -> tuple[str | int, ...]:
+def _metadata_path(value: Any) -> tuple[str | int, ...]:
     if type(value) is not tuple or not value or any(type(part) not in (str, int) for part in value):
         raise TypeError("expected keys of a nested dict")
     return value

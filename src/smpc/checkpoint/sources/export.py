@@ -37,7 +37,7 @@ from smpc.checkpoint.format.regular import printable
 from smpc.checkpoint.format.tensorfile import write_tensors
 from smpc.checkpoint.format.torch_archive import write_archive
 from smpc.checkpoint.save import Saving
-from smpc.checkpoint.sources.sources import INDEX, PART, SAVE, SINGLE, CheckpointSource, Item, Source
+from smpc.checkpoint.sources.sources import INDEX, PART, SAVE, SINGLE, CheckpointSource, Source, SourceItem
 from smpc.errors import CheckpointError
 
 MAX_FILE_BYTES = 5_000_000_000
@@ -58,8 +58,8 @@ def write_file_of(
 ) -> str:
     """Write one safetensors file with all tensors of a kind. Raises CheckpointError if it exists or cannot be written."""
     shards = _shards_of_source(source, kind, rename, dtype)
-    with new_path(path, force=force) as draft:
-        write_tensors(draft, shards, BLOCK_SIZE, metadata=_noted(notes), advance=advance, seal=True)
+    with new_export_path(path, force=force) as draft:
+        write_tensors(draft, shards, BLOCK_SIZE, metadata=_noted_in_export_header(notes), advance=advance, seal=True)
     return os.path.abspath(os.fspath(path))
 
 
@@ -81,8 +81,8 @@ def write_archive_of(
     shards = _shards_of_source(source, kind, None, dtype)
     names = {name for name, _ in shards}
     more = {key: name for key, name in (aliases or {}).items() if name in names}
-    with new_path(path, force=force) as draft:
-        write_archive(draft, shards, BLOCK_SIZE, aliases=more, metadata=_noted(notes), advance=advance)
+    with new_export_path(path, force=force) as draft:
+        write_archive(draft, shards, BLOCK_SIZE, aliases=more, metadata=_noted_in_export_header(notes), advance=advance)
     return os.path.abspath(os.fspath(path))
 
 
@@ -109,15 +109,17 @@ def write_folder(
         )
     groups = _grouped_in_files(_shards_of_source(source, kind, rename, dtype), max_file_bytes)
     names = (
-        [SINGLE] if len(groups) == 1 else [f"model-{i:05d}-of-{len(groups):05d}.safetensors" for i in _count(groups)]
+        [SINGLE]
+        if len(groups) == 1
+        else [f"model-{i:05d}-of-{len(groups):05d}.safetensors" for i in _count_to_export(groups)]
     )
-    with new_path(path, force=force) as draft:
+    with new_export_path(path, force=force) as draft:
         os.mkdir(draft, 0o700)
         save_id = {SAVE: secrets.token_hex(8)} | dict(notes or {})
         for number, (name, group) in enumerate(zip(names, groups, strict=True), 1):
             parts = save_id | {PART: f"{number}/{len(groups)}"} if len(groups) > 1 else notes
             path_ = os.path.join(draft, name)
-            write_tensors(path_, group, BLOCK_SIZE, metadata=_noted(parts), advance=advance, seal=True)
+            write_tensors(path_, group, BLOCK_SIZE, metadata=_noted_in_export_header(parts), advance=advance, seal=True)
         texts = dict(files or {})
         if len(groups) > 1:
             total = sum(shard.num_bytes for group in groups for _, shard in group)
@@ -228,7 +230,7 @@ def standing(path: str | os.PathLike[str]) -> str | None:
 
 
 @contextmanager
-def new_path(path: str | os.PathLike[str], *, force: bool = False) -> Iterator[str]:
+def new_export_path(path: str | os.PathLike[str], *, force: bool = False) -> Iterator[str]:
     """A name to write a file or a folder under; it becomes `path` if all goes well and is removed otherwise.
 
     Raises CheckpointError if `path` exists and is not to be replaced, at the beginning or at the end.
@@ -270,7 +272,7 @@ def _publish_export(draft: str, target: str, force: bool) -> None:
         remove(replaced)
 
 
-def _noted(notes: Mapping[str, str] | None) -> dict[str, str]:
+def _noted_in_export_header(notes: Mapping[str, str] | None) -> dict[str, str]:
     """The header's texts; Hugging Face wants to read the format."""
     return {"format": "pt", **(notes or {})}
 
@@ -308,14 +310,14 @@ def _shards_of_source(
     return list(shards.items())
 
 
-def shard_of(source: Source, item: Item, dtype: torch.dtype | None = None) -> Shard:
+def shard_of(source: Source, item: SourceItem, dtype: torch.dtype | None = None) -> Shard:
     """A whole tensor of a source, read when it is written."""
     whole = replace(item, dtype=dtype or item.dtype)
-    bring = partial(_read, source, item, whole.dtype)
+    bring = partial(_read_for_export, source, item, whole.dtype)
     return Shard(item.kind, item.name, whole.dtype, item.shape, item.shape, (0,) * len(item.shape), bring)
 
 
-def _read(source: Source, item: Item, dtype: torch.dtype) -> Tensor:
+def _read_for_export(source: Source, item: SourceItem, dtype: torch.dtype) -> Tensor:
     return source.read(item).to(dtype)
 
 
@@ -332,5 +334,5 @@ def _grouped_in_files(shards: Sequence[tuple[str, Shard]], most: int) -> list[li
     return groups
 
 
-def _count(groups: Sequence[object]) -> range:
+def _count_to_export(groups: Sequence[object]) -> range:
     return range(1, len(groups) + 1)

@@ -16,23 +16,23 @@ from typing import Any
 
 from torch import Tensor
 
-from smpc.checkpoint.sources.sources import Item, Source
+from smpc.checkpoint.sources.sources import Source, SourceItem
 from smpc.errors import CheckpointError
 
 TIED = "tied"  # in metadata: canonical names of tied parameters by their other names
 
 
-class View:
+class SourceView:
     """Some tensors of a source."""
 
-    def __init__(self, source: Source, items: list[Item]) -> None:
+    def __init__(self, source: Source, items: list[SourceItem]) -> None:
         self.source, self.items, self.metadata = source, items, source.metadata
 
-    def read(self, item: Item) -> Tensor:
+    def read(self, item: SourceItem) -> Tensor:
         """See Source."""
         return self.source.read(item)
 
-    def __enter__(self) -> View:
+    def __enter__(self) -> SourceView:
         return self
 
     def __exit__(
@@ -41,7 +41,7 @@ class View:
         self.source.__exit__(kind, error, trace)
 
 
-class Named(View):
+class RenamedSource(SourceView):
     """A source with more names. `aliases`: the source's name of each."""
 
     def __init__(self, source: Source, aliases: Mapping[str, str]) -> None:
@@ -50,7 +50,7 @@ class Named(View):
         super().__init__(source, [*source.items, *more])
         self._aliases = aliases
 
-    def read(self, item: Item) -> Tensor:
+    def read(self, item: SourceItem) -> Tensor:
         """See Source."""
         return self.source.read(
             replace(item, name=self._aliases.get(item.name, item.name)) if item.kind == "model" else item
@@ -66,10 +66,10 @@ def tied_names(source: Source) -> dict[str, str]:
 
 def with_tied(source: Source) -> Source:
     """A source with the other names that its metadata say."""
-    return Named(source, tied_names(source))
+    return RenamedSource(source, tied_names(source))
 
 
-class Canonical(View):
+class CanonicalSource(SourceView):
     """A source's model by canonical names. `names`: the source's name of each; others keep theirs."""
 
     def __init__(self, source: Source, names: Mapping[str, str]) -> None:
@@ -78,12 +78,12 @@ class Canonical(View):
         super().__init__(source, items)
         self._names = dict(names)
 
-    def read(self, item: Item) -> Tensor:
+    def read(self, item: SourceItem) -> Tensor:
         """See Source."""
         return self.source.read(replace(item, name=self._names.get(item.name, item.name)))
 
 
-class Computed(View):
+class ComputedSource(SourceView):
     """A source whose tensors a function of the user's has made others of."""
 
     def __init__(self, source: Source, translate: Callable[[dict[str, Any]], Mapping[str, Any]]) -> None:
@@ -93,8 +93,10 @@ class Computed(View):
                 f"translate_function: expected it to return a state dict, found {type(found).__name__}"
             )
         self._tensors = {str(name): value for name, value in found.items() if isinstance(value, Tensor)}
-        super().__init__(source, [Item("model", name, t.dtype, tuple(t.shape)) for name, t in self._tensors.items()])
+        super().__init__(
+            source, [SourceItem("model", name, t.dtype, tuple(t.shape)) for name, t in self._tensors.items()]
+        )
 
-    def read(self, item: Item) -> Tensor:
+    def read(self, item: SourceItem) -> Tensor:
         """See Source."""
         return self._tensors[item.name]

@@ -64,10 +64,10 @@ def groups_of(state: Mapping[str, Any]) -> list[dict[str, Any]] | None:
         groups = [group for saved in state.get("optimizers", {}).values() for group in saved.get("param_groups", ())]
     if not groups or any("params" not in group for group in groups):
         return None
-    return [{key: _option(key, value) for key, value in group.items()} for group in groups]
+    return [{key: _source_option(key, value) for key, value in group.items()} for group in groups]
 
 
-def _option(key: str, value: Any) -> Any:
+def _source_option(key: str, value: Any) -> Any:
     return tuple(value) if isinstance(value, list) and key != "params" else value
 
 
@@ -79,7 +79,7 @@ _MOST_STRETCHED = 256 << 20  # bytes of an expanded tensor, such as a mask
 
 
 @dataclass(frozen=True, slots=True)
-class Item:
+class SourceItem:
     """A whole tensor of a source."""
 
     kind: str
@@ -97,14 +97,14 @@ class Source(Protocol):
     """Where tensors come from. A context manager."""
 
     @property
-    def items(self) -> list[Item]:
+    def items(self) -> list[SourceItem]:
         """All tensors."""
 
     @property
     def metadata(self) -> Any:
         """The metadata of a checkpoint of this library; {} for other sources."""
 
-    def read(self, item: Item) -> Tensor:
+    def read(self, item: SourceItem) -> Tensor:
         """One of them, on the CPU and contiguous."""
 
     def __enter__(self) -> Source: ...
@@ -133,13 +133,13 @@ class CheckpointSource(_Closing):
     def __init__(self, folder: str, *, any_name: bool = False) -> None:
         self.checkpoint = Checkpoint.open(folder, any_name=any_name)
         self.items = [
-            Item(entry.kind, entry.name, entry.dtype, entry.shape)
+            SourceItem(entry.kind, entry.name, entry.dtype, entry.shape)
             for entry in self.checkpoint.entries.values()
             if entry.kind != VALUES
         ]
         self.metadata = self.checkpoint.metadata
 
-    def read(self, item: Item) -> Tensor:
+    def read(self, item: SourceItem) -> Tensor:
         """See Source; verified."""
         return self.checkpoint.read(item.kind, item.name)
 
@@ -171,9 +171,9 @@ class SafetensorsSource(_Closing):
         except BaseException:
             self.close()
             raise
-        self.items = [Item("model", name, *file.header.tensors[name][:2]) for name, file in self._where.items()]
+        self.items = [SourceItem("model", name, *file.header.tensors[name][:2]) for name, file in self._where.items()]
 
-    def read(self, item: Item) -> Tensor:
+    def read(self, item: SourceItem) -> Tensor:
         """See Source; verified as far as there are checksums."""
         return self._where[item.name].read(item.name)
 
@@ -201,7 +201,7 @@ class SafetensorsSource(_Closing):
         """Checks that all files belong to one save, and that none is missing, by their notes, if this library wrote them."""
         first, wrong = self._files[0], []
         for file in self._files:
-            own, others = _belonging(file), _belonging(first)
+            own, others = _notes_alike_in_source_files(file), _notes_alike_in_source_files(first)
             if own != others:
                 wrong.append(f"{file.path}: it is not of the same save as {first.path}; take all files from one")
         parts = [file.header.metadata[PART] for file in self._files if PART in file.header.metadata]
@@ -221,7 +221,7 @@ def _is_stretched(tensor: Tensor) -> bool:
     return size > max(_MOST_STRETCHED, tensor.untyped_storage().nbytes())
 
 
-def _belonging(file: TensorFile) -> dict[str, str]:
+def _notes_alike_in_source_files(file: TensorFile) -> dict[str, str]:
     """The notes that are the same in all files of a save."""
     notes = {key: text for key, text in file.header.metadata.items() if key.startswith(OWN) and key not in (KEY, PART)}
     return notes | {PART: file.header.metadata.get(PART, "").partition("/")[2]}
@@ -264,10 +264,10 @@ class LegacySource(_Closing):
             )
         self._of = {"model": of_model, "optimizer": of_optimizer}
         self.items = [
-            Item(kind, name, t.dtype, tuple(t.shape)) for kind, own in self._of.items() for name, t in own.items()
+            SourceItem(kind, name, t.dtype, tuple(t.shape)) for kind, own in self._of.items() for name, t in own.items()
         ]
 
-    def read(self, item: Item) -> Tensor:
+    def read(self, item: SourceItem) -> Tensor:
         """See Source."""
         return self._of[item.kind][item.name].detach().contiguous()
 

@@ -85,7 +85,9 @@ class Ranks:
         if not found:
             return
         lines = {text: [rank for rank, (other, _) in found if other == text] for _, (text, _) in found}
-        text = "\n".join(f"{_named(ranks)}{text}" if self.size > 1 else text for text, ranks in lines.items())
+        text = "\n".join(
+            f"{_named_agreeing_ranks(ranks)}{text}" if self.size > 1 else text for text, ranks in lines.items()
+        )
         raise (MissingKeyError if all(missing for _, (_, missing) in found) else CheckpointError)(text) from cause
 
 
@@ -97,5 +99,5 @@ def _result_or_failure(work: Callable[[], Any]) -> tuple[Any, _Failure | None, E
         return None, (describe(error), isinstance(error, MissingKeyError)), error
 
 
-def _named(ranks: Sequence[int]) -> str:
+def _named_agreeing_ranks(ranks: Sequence[int]) -> str:
     return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}: "

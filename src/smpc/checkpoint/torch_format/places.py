@@ -56,7 +56,7 @@ def names_in(fs: FileSystemBase, path: str | os.PathLike[str]) -> list[str]:
         return []
 
 
-def replace(fs: FileSystemBase, path: str | os.PathLike[str], name: str, data: bytes) -> None:
+def replace_file_at_place(fs: FileSystemBase, path: str | os.PathLike[str], name: str, data: bytes) -> None:
     """Write a file whole or not at all: an old file of that name stays until this one is complete."""
     target = fs.concat_path(path, name)
     if not isinstance(fs, FileSystem):

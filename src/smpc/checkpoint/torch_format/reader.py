@@ -35,7 +35,7 @@ from smpc.checkpoint.torch_format.writer import METADATA
 from smpc.errors import CheckpointError
 
 
-class Reader(FileSystemReader):
+class TorchFormatReader(FileSystemReader):
     """A storage reader for `torch.distributed.checkpoint` too."""
 
     def __init__(self, path: str | os.PathLike[str], *, options: Mapping[str, Any] = MappingProxyType({})) -> None:
@@ -127,14 +127,17 @@ def _as_torch(found: DistributedMetadata, path: str) -> Metadata:
         is_tensor = found.entries.get(name) is not None
         storage[MetadataIndex(name, offset if is_tensor else None)] = _StorageInfo(info.file, info.begin, info.length)
     return Metadata(
-        {name: BytesStorageMetadata() if each is None else _tensor(each) for name, each in found.entries.items()},
+        {
+            name: BytesStorageMetadata() if each is None else _tensor_to_read(each)
+            for name, each in found.entries.items()
+        },
         planner_data=found.paths,
         storage_data=storage,
         storage_meta=StorageMeta(),
     )
 
 
-def _tensor(described: Described) -> TensorStorageMetadata:
+def _tensor_to_read(described: Described) -> TensorStorageMetadata:
     chunks = [ChunkStorageMetadata(torch.Size(box.offsets), torch.Size(box.shape)) for box in described.chunks]
     return TensorStorageMetadata(TensorProperties(dtype=described.dtype), torch.Size(described.shape), chunks)
 

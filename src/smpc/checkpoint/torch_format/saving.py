@@ -110,14 +110,14 @@ class StateSaving:
             self._ranks.gather_scatter(self._write, self._publish_for_all)
         else:
             self._ranks.gather(self._write, self._publish)
-        return _place(self._writer)
+        return _place_of_writer(self._writer)
 
     def _plan(self) -> tuple[str, SavePlan]:
         state = {key: _state_of(value) for key, value in self._state_dict.items()}
         is_coordinator = self._ranks.rank == self._ranks.coordinator
         self._planner.set_up_planner(state, self._writer.storage_meta(), is_coordinator)
         self._writer.set_up_storage_writer(is_coordinator)
-        return _place(self._writer), self._writer.prepare_local_plan(self._planner.create_local_plan())
+        return _place_of_writer(self._writer), self._writer.prepare_local_plan(self._planner.create_local_plan())
 
     def _divide(self, plans: Sequence[tuple[str, SavePlan]]) -> list[_Part]:
         """Every rank's part; ranks with one place make one checkpoint, which the first of them publishes, or the coordinator."""
@@ -197,7 +197,7 @@ class _Resolved(SavePlanner):
         return self._tensors[write_item.index].fetch() if value is None else value
 
 
-def _place(writer: StorageWriter) -> str:
+def _place_of_writer(writer: StorageWriter) -> str:
     return str(getattr(writer, "checkpoint_id", ""))
 
 

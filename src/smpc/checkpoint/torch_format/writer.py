@@ -26,7 +26,7 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
-from smpc.checkpoint.torch_format.places import is_url, names_in, place_of, replace
+from smpc.checkpoint.torch_format.places import is_url, names_in, place_of, replace_file_at_place
 
 METADATA = ".metadata"
 _DATA = re.compile(r"__([0-9a-f]{12}_)?\d+_\d+\.distcp")  # of ours, and of torch's own writer
@@ -34,7 +34,7 @@ _DATA = re.compile(r"__([0-9a-f]{12}_)?\d+_\d+\.distcp")  # of ours, and of torc
 Hook = Callable[[], object]
 
 
-class Writer(FileSystemWriter):
+class TorchFormatWriter(FileSystemWriter):
     """A storage writer for `torch.distributed.checkpoint` too. Hooks are called on every rank, before and after it writes its data."""
 
     def __init__(
@@ -90,7 +90,7 @@ class Writer(FileSystemWriter):
             storage_data={each.index: each.storage_data for rank in results for each in rank},
             storage_meta=self.storage_meta(),
         )
-        replace(self.fs, self.path, METADATA, pickle.dumps(found))
+        replace_file_at_place(self.fs, self.path, METADATA, pickle.dumps(found))
         kept = {info.relative_path for info in found.storage_data.values()}
         for name in names_in(self.fs, self.path):
             if _DATA.fullmatch(name) and name not in kept:

@@ -78,10 +78,10 @@ def drawn(model: nn.Module, inputs: Inputs) -> Inputs:
     args, kwargs = inputs
     generator = torch.Generator().manual_seed(0)
     size = getattr(getattr(model, "config", None), "vocab_size", 0)
-    return args, {name: _random_input(name, value, size, generator) for name, value in kwargs.items()}
+    return args, {name: _random_input_to_verify(name, value, size, generator) for name, value in kwargs.items()}
 
 
-def _random_input(name: str, value: Tensor, vocabulary: int, generator: Any) -> Tensor:
+def _random_input_to_verify(name: str, value: Tensor, vocabulary: int, generator: Any) -> Tensor:
     """An input at random: floats, or tokens of the vocabulary."""
     import torch
 

@@ -31,7 +31,7 @@ def run_rank(folder: Path) -> None:
     module, sample = load_target(job["target"], parse_inputs(job["inputs"]), real=True)
     if job["dtype"]:
         module.to(getattr(torch, job["dtype"]))
-    _take(module, values["state"])
+    _take_verified_values(module, values["state"])
     args, kwargs = _moved_on(as_inputs(sample), values["inputs"], smp.data_rank(), job["config"]["microbatches"])
     model = smp.DistributedModel(module)
     optimizer = smp.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=1.0))
@@ -54,14 +54,14 @@ def run_rank(folder: Path) -> None:
     smp.shutdown()
 
 
-def state_of(module: nn.Module) -> dict[str, torch.Tensor]:
+def verified_state_of(module: nn.Module) -> dict[str, torch.Tensor]:
     """Every parameter and buffer by its first name."""
     return {name: tensor.detach() for name, tensor in (*module.named_parameters(), *module.named_buffers())}
 
 
-def _take(module: nn.Module, values: Mapping[str, torch.Tensor]) -> None:
+def _take_verified_values(module: nn.Module, values: Mapping[str, torch.Tensor]) -> None:
     """Give a module these parameters and buffers. Raises ConfigError for a module that has others."""
-    own = state_of(module)
+    own = verified_state_of(module)
     found, wanted = ({name: tuple(tensor.shape) for name, tensor in state.items()} for state in (own, values))
     name = next((name for name in {**wanted, **found} if found.get(name) != wanted.get(name)), None)
     if name is not None:

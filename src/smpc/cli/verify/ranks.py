@@ -32,7 +32,7 @@ from torch import Tensor, nn
 
 from smpc.cli.compile_options import FLAGS, is_setting
 from smpc.cli.verify import available_memory, drawn
-from smpc.cli.verify.rank import state_of
+from smpc.cli.verify.rank import verified_state_of
 from smpc.compile.options import PipelineOptions
 from smpc.config import KEYS, Config
 from smpc.errors import ConfigError, VerificationError
@@ -126,7 +126,7 @@ def verify_ranks(job: RanksJob, model: nn.Module, sample_inputs: Any, *, is_draw
     inputs = drawn(model, inputs) if is_drawn else inputs
     _check_memory(job, model)
     expected = _of_one_process(model, inputs, job.config["microbatches"])
-    found = _of_ranks(job, model, inputs)
+    found = _results_of_verified_ranks(job, model, inputs)
     kept = model.state_dict()
     apart = {
         name for name, _ in model.named_buffers() if job.has_replicas or name not in kept
@@ -161,9 +161,9 @@ def _check_memory(job: RanksJob, model: nn.Module) -> None:
         )
 
 
-def _of_ranks(job: RanksJob, model: nn.Module, inputs: Inputs) -> dict[str, Tensor]:
+def _results_of_verified_ranks(job: RanksJob, model: nn.Module, inputs: Inputs) -> dict[str, Tensor]:
     """The loss, gradients and buffers of the ranks' step."""
-    before = state_of(model)
+    before = verified_state_of(model)
     with tempfile.TemporaryDirectory(prefix="smpc_verify_") as name:
         folder = Path(name)
         described = {"target": job.target, "inputs": list(job.inputs), "config": dict(job.config), "dtype": job.dtype}
@@ -244,7 +244,7 @@ def _beyond_rounding(
     """Of the tensors that differ, those that float64 does not explain, with how they differ."""
     model, inputs, microbatches = run
     try:
-        exact = _of_one_process(copy.deepcopy(model).double(), _doubled(inputs), microbatches)
+        exact = _of_one_process(copy.deepcopy(model).double(), _doubled_inputs_to_verify(inputs), microbatches)
     except Exception as error:
         return {name: f"{text} (float64 cannot tell: it raises {type(error).__name__})" for name, text in far.items()}
     wrong = {}
@@ -255,7 +255,7 @@ def _beyond_rounding(
     return wrong
 
 
-def _doubled(inputs: Inputs) -> Inputs:
+def _doubled_inputs_to_verify(inputs: Inputs) -> Inputs:
     leaves, structure = flatten(inputs)
     wide = [leaf.double() if isinstance(leaf, Tensor) and leaf.is_floating_point() else leaf for leaf in leaves]
     args, kwargs = structure.unflatten(wide)

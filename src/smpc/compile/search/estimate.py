@@ -37,7 +37,7 @@ from smpc.tracer.ir import NodeKind, Trace
 
 
 @dataclass(frozen=True, slots=True)
-class State:
+class EstimatedState:
     """Bytes of the state of a whole model, without replicas."""
 
     parameters: int
@@ -46,7 +46,7 @@ class State:
     gradients: int
 
     @classmethod
-    def of(cls, trace: Trace, cost_model: CostModel, names: Collection[str] | None = None) -> State:
+    def of(cls, trace: Trace, cost_model: CostModel, names: Collection[str] | None = None) -> EstimatedState:
         """That of a trace's model; `names`: of these tensors alone."""
         parameters = buffers = optimizer = gradients = 0
         for spec in distinct_state(trace, range(len(trace.state))):
@@ -63,10 +63,10 @@ class State:
         """All of it."""
         return self.parameters + self.buffers + self.optimizer + self.gradients
 
-    def divided(self, part: State, degree: int) -> State:
+    def divided(self, part: EstimatedState, degree: int) -> EstimatedState:
         """The same where so many ranks divide a part of it, and have the rest whole."""
         pairs = zip(dataclasses.astuple(self), dataclasses.astuple(part), strict=True)
-        return State(*(whole - some + some // degree for whole, some in pairs))
+        return EstimatedState(*(whole - some + some // degree for whole, some in pairs))
 
     def kept(self, sharding: Sharding, replicas: int) -> float:
         """Bytes that all ranks of a pipeline hold all through a step, gradients left out."""
@@ -86,7 +86,7 @@ class State:
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class EstimatedPlace:
     """Where the ranks of a shape are: what its pipelines send over, and the groups that share parameters."""
 
     link: Wire
@@ -101,7 +101,7 @@ class Place:
 
 
 @dataclass(frozen=True)
-class Sample:
+class EstimatedSample:
     """One microbatch in totals of the whole model, in seconds and bytes."""
 
     forward: float
@@ -111,7 +111,7 @@ class Sample:
     split_path: float  # of the longest chain, with backwards for inputs alone
     activation_bytes: float
     cut_bytes: float  # what crosses the cheapest cut
-    state: State
+    state: EstimatedState
     launches: tuple[float, float] = (
         0.0,
         0.0,
@@ -127,9 +127,9 @@ class Sample:
         cost_model: CostModel,
         recompute: Sequence[str] = (),
         times: NodeTimes | None = None,
-        state: State | None = None,
+        state: EstimatedState | None = None,
         profile: Profile | None = None,
-    ) -> Sample:
+    ) -> EstimatedSample:
         """The totals of a trace, with these modules computed again in the backward; `times` replace the predicted ones.
 
         `profile`: that of the trace, if there is one already.
@@ -144,11 +144,11 @@ class Sample:
             float(times.forward.sum()),
             float(times.backward.sum()),
             float(waits.sum()),
-            _longest(trace, times.forward + times.backward),
-            _longest(trace, times.forward + times.backward - waits),
+            _estimated_longest_chain(trace, times.forward + times.backward),
+            _estimated_longest_chain(trace, times.forward + times.backward - waits),
             sum(units.activation_bytes) + sum(item.activation_bytes for item in units.shared),
             float(middle.min()) if middle.size else 0.0,
-            state or State.of(trace, cost_model),
+            state or EstimatedState.of(trace, cost_model),
             (
                 float(np.count_nonzero(times.forward)) * cost_model.kernels.launch,
                 float(np.count_nonzero(times.backward)) * cost_model.kernels.launch,
@@ -161,7 +161,7 @@ class Sample:
         """Forward and backward."""
         return self.forward + self.backward
 
-    def scaled(self, time: float, memory: float, state: float) -> Sample:
+    def scaled(self, time: float, memory: float, state: float) -> EstimatedSample:
         """About what it is where times, activations and state are so many times as much."""
         whole = self.state
         parts = whole.parameters, whole.buffers, whole.optimizer, whole.gradients
@@ -179,17 +179,17 @@ class Sample:
             split_path=self.split_path * longer,
             activation_bytes=self.activation_bytes * memory,
             cut_bytes=self.cut_bytes * memory,
-            state=State(*(round(part * state) for part in parts)),
+            state=EstimatedState(*(round(part * state) for part in parts)),
             memory=self.memory * memory,
             size=self.size * state,
         )
 
-    def longer(self, seconds: float) -> Sample:
+    def longer(self, seconds: float) -> EstimatedSample:
         """With so much more to do in the backward."""
         paths = self.path + seconds, self.split_path + seconds
         return replace(self, backward=self.backward + seconds, path=paths[0], split_path=paths[1])
 
-    def like(self, before: Sample, after: Sample) -> Sample:
+    def like(self, before: EstimatedSample, after: EstimatedSample) -> EstimatedSample:
         """About what it is with something computed again, if that makes one sample of the same model another."""
         seconds = (after.backward / before.backward - 1.0) * self.backward if before.backward else 0.0
         weight = self.weight * (after.weight / before.weight if before.weight else 1.0)
@@ -199,8 +199,8 @@ class Sample:
         return found.longer(seconds)
 
 
-def least_seconds(trace: Trace, costs: CostModel, exchanged: float = 0.0) -> Least:
-    """What one microbatch takes at least, so that one of k times the size takes k times that: see `Least`.
+def least_seconds(trace: Trace, costs: CostModel, exchanged: float = 0.0) -> EstimatedLeast:
+    """What one microbatch takes at least, so that one of k times the size takes k times that: see `EstimatedLeast`.
 
     Products and attention run at the best rate of any size, other operations at the best bandwidth; `exchanged` are the seconds of its
     collectives' bytes alone. What reads parameters, and is no product, does not count: it grows less than the microbatch.
@@ -222,11 +222,11 @@ def least_seconds(trace: Trace, costs: CostModel, exchanged: float = 0.0) -> Lea
     others = (memory.forward + memory.backward)[~flops & ~reads].sum()
     launched = 2 * int((flops & reads).sum()) * kernels.launch
     is_fused = any(is_attention(node) for node in trace.nodes)
-    return Least(float(seconds.sum()), float(others), exchanged, launched, is_fused)
+    return EstimatedLeast(float(seconds.sum()), float(others), exchanged, launched, is_fused)
 
 
 @dataclass(frozen=True, slots=True)
-class Least:
+class EstimatedLeast:
     """Seconds of one microbatch that no rewrite gets below: those of products, of other operations, and of collectives' bytes.
 
     launched: of products with parameters alone, which are there however small they are.
@@ -250,14 +250,14 @@ class Least:
 
 
 @dataclass(frozen=True, slots=True)
-class Reruns:
+class EstimatedReruns:
     """What is computed again of a microbatch: of each region the seconds of all of it, and those of its forward."""
 
     regions: FloatArray  # [2, number of regions]
     whole: float  # seconds of the microbatch
 
     @classmethod
-    def of(cls, trace: Trace, modules: Sequence[str], times: NodeTimes) -> Reruns:
+    def of(cls, trace: Trace, modules: Sequence[str], times: NodeTimes) -> EstimatedReruns:
         """Of a trace with these modules computed again."""
         regions = requested_regions(trace, tuple(modules)).regions
         once = np.cumsum(np.append(0.0, times.forward)), np.cumsum(np.append(0.0, times.backward))
@@ -271,13 +271,13 @@ class Reruns:
         return float(whole.sum()) if len(whole) >= num_stages else 0.0
 
 
-def least_peak(sample: Sample, candidate: Candidate) -> int:
+def least_peak(sample: EstimatedSample, candidate: Candidate) -> int:
     """Bytes that some rank holds at least: all that is held at once, shared out evenly."""
     kept = sample.state.kept(candidate.sharding, candidate.data_parallel_degree)
     return int((kept + max(sample.state.gradients, sample.activation_bytes)) // candidate.pipeline_parallel_degree)
 
 
-def least_step(sample: Sample, candidate: Candidate, place: Place, again: float = 0.0) -> float:
+def least_step(sample: EstimatedSample, candidate: Candidate, place: EstimatedPlace, again: float = 0.0) -> float:
     """Seconds that no plan of the candidate is below; `again`: what it computes again of a microbatch, if the sample has none of that."""
     p, m, whole = candidate.pipeline_parallel_degree, candidate.microbatches, sample.whole + again
     # Backwards that are split need not wait for each other at the end
@@ -305,7 +305,7 @@ class Guess:
     peak: float
 
 
-def guess(sample: Sample, candidate: Candidate, place: Place) -> Guess:
+def guess(sample: EstimatedSample, candidate: Candidate, place: EstimatedPlace) -> Guess:
     """What a candidate may take: see the module docstring. One with more stages than pieces has no plan, and no memory is enough."""
     p, m, v = candidate.pipeline_parallel_degree, candidate.microbatches, candidate.virtual_pipeline_degree
     state, replicas, profile = sample.state, candidate.data_parallel_degree, sample.profile
@@ -323,7 +323,7 @@ def guess(sample: Sample, candidate: Candidate, place: Place) -> Guess:
     rank = sample.forward / p, (sample.backward - sample.weight) / p, sample.weight / p
     pipeline = balanced(candidate.schedule, (p, v, m), *rank) + m * whole * (busiest - 1.0 / p)
     pipeline += 2 * (p * v - 1) * message if p > 1 else 0.0
-    step = pipeline * (1.0 + place.slowdown) + _exchanged(sample, candidate, place)
+    step = pipeline * (1.0 + place.slowdown) + _estimated_exchange(sample, candidate, place)
     traffic = state.traffic(candidate.sharding, replicas, place.replicas.size) / p
     return Guess(step + traffic / place.device.memory_bandwidth, peak)
 
@@ -350,7 +350,7 @@ def balanced(schedule: str, numbers: tuple[int, int, int], forward: float, input
     return max(m * whole + (p - 1) * ramp, first + (m - 1) * others)
 
 
-def _exchanged(sample: Sample, candidate: Candidate, place: Place) -> float:
+def _estimated_exchange(sample: EstimatedSample, candidate: Candidate, place: EstimatedPlace) -> float:
     """Seconds of the sum of gradients and the gathers of parameters that nothing hides."""
     p, group, device, state = candidate.pipeline_parallel_degree, place.replicas, place.device, sample.state
     if group.size == 1:
@@ -367,7 +367,7 @@ def _exchanged(sample: Sample, candidate: Candidate, place: Place) -> float:
     return found
 
 
-def _longest(trace: Trace, seconds: FloatArray) -> float:
+def _estimated_longest_chain(trace: Trace, seconds: FloatArray) -> float:
     """Of the chains of nodes that lead to the model's outputs."""
     longest: dict[str, float] = {}
     for node, own in zip(trace.nodes, seconds.tolist(), strict=True):

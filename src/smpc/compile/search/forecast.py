@@ -16,12 +16,12 @@ from dataclasses import dataclass, field, replace
 from smpc.compile.options import PipelineOptions
 from smpc.compile.result import Traced
 from smpc.compile.search.estimate import (
+    EstimatedLeast,
+    EstimatedPlace,
+    EstimatedReruns,
+    EstimatedSample,
+    EstimatedState,
     Guess,
-    Least,
-    Place,
-    Reruns,
-    Sample,
-    State,
     guess,
     least_seconds,
 )
@@ -58,16 +58,16 @@ class Forecast:
     setting: Setting
     loads: Workloads
     again: Again  # what may be computed again
-    base: dict[str, Sample]  # of the smallest microbatch, by what is computed again
+    base: dict[str, EstimatedSample]  # of the smallest microbatch, by what is computed again
     base_load: Load
-    _leasts: dict[tuple[Load, tuple[Group, ...]], Least] = field(default_factory=dict)
-    _samples: dict[_Key, Sample] = field(default_factory=dict)
-    _reruns: dict[tuple[_Key, str], Reruns] = field(default_factory=dict)
+    _leasts: dict[tuple[Load, tuple[Group, ...]], EstimatedLeast] = field(default_factory=dict)
+    _samples: dict[_Key, EstimatedSample] = field(default_factory=dict)
+    _reruns: dict[tuple[_Key, str], EstimatedReruns] = field(default_factory=dict)
     _profiles: dict[Load, Profile] = field(default_factory=dict)
     _kept: dict[str, float] = field(default_factory=dict)  # part of what they save, by what is computed again
-    _places: dict[Shape, tuple[Place, tuple[Group, Group, Group]]] = field(default_factory=dict)
-    _states: dict[int, State] = field(default_factory=dict)  # by how many ranks share the experts
-    _guesses: dict[tuple[Shape, Load | None, bool], Sample] = field(default_factory=dict)
+    _places: dict[Shape, tuple[EstimatedPlace, tuple[Group, Group, Group]]] = field(default_factory=dict)
+    _states: dict[int, EstimatedState] = field(default_factory=dict)  # by how many ranks share the experts
+    _guesses: dict[tuple[Shape, Load | None, bool], EstimatedSample] = field(default_factory=dict)
     _schedules: dict[tuple[int, int], int] = field(default_factory=dict)  # how many, by ranks and microbatches
 
     @classmethod
@@ -78,11 +78,11 @@ class Forecast:
             raise PartitionError(traced)
         trace, options = traced.trace, PipelineOptions(1, device=setting.device, optimizer=setting.optimizer)
         again = Again.of(trace, node_times(trace, options.cost_model).forward.tolist())
-        base: dict[str, Sample] = {}
+        base: dict[str, EstimatedSample] = {}
         for name in again.names:
             first = base.get("model")
             state, profile = (first.state, first.profile) if first else (None, None)
-            base[name] = Sample.of(trace, options.cost_model, again[name], state=state, profile=profile)
+            base[name] = EstimatedSample.of(trace, options.cost_model, again[name], state=state, profile=profile)
         found = cls(setting, loads, again, base, Load(size))
         for name in again.names[1:]:
             found._note_again(trace, base["model"].profile, name)
@@ -113,7 +113,7 @@ class Forecast:
         kept = min(state.kept(kind, shape.data_parallel_degree) for kind in shardings(shape, self.tried.sharding))
         return bound, int((kept + state.gradients) / split)
 
-    def _state(self, degree: int) -> State:
+    def _state(self, degree: int) -> EstimatedState:
         """What expert-parallel ranks hold of the model: all that is not in experts which they divide, and a share of those."""
         if degree not in self._states:
             try:
@@ -124,11 +124,11 @@ class Forecast:
                 self.loads.traced(self.base_load).trace,
                 PipelineOptions(1, optimizer=self.setting.optimizer),
             )
-            part = State.of(trace, options.cost_model, frozenset(names))
+            part = EstimatedState.of(trace, options.cost_model, frozenset(names))
             self._states[degree] = self.base["model"].state.divided(part, degree)
         return self._states[degree]
 
-    def _least(self, known: Load, shape: Shape) -> Least:
+    def _least(self, known: Load, shape: Shape) -> EstimatedLeast:
         """Of a microbatch that is known, on the wires of a shape."""
         exchanges = self.loads.exchanges(known, shape.mesh)
         key = known, tuple(group for _, group in exchanges)
@@ -166,7 +166,9 @@ class Forecast:
         pairs = dict.fromkeys([(self.tried.again[0], kinds[0]), *((again, kinds[-1]) for again in agains)])
         return [candidate_of(shape, *way, *pair) for way in shown for pair in pairs]
 
-    def guessed(self, candidate: Candidate, place: Place, plain: Sample | None, *, hopeful: bool = False) -> Guess:
+    def guessed(
+        self, candidate: Candidate, place: EstimatedPlace, plain: EstimatedSample | None, *, hopeful: bool = False
+    ) -> Guess:
         """By the sample of the candidate's load, or by that of the smallest microbatch.
 
         Of a load that is not known, times are taken to grow with the microbatch; with `hopeful` only as far as its bound does: small
@@ -176,7 +178,7 @@ class Forecast:
         found = self._expected(candidate.shape, hopeful=hopeful) if plain is None else plain
         return guess(found if candidate.recompute == "model" else found.like(base, again), candidate, place)
 
-    def _expected(self, shape: Shape, *, hopeful: bool) -> Sample:
+    def _expected(self, shape: Shape, *, hopeful: bool) -> EstimatedSample:
         """What a microbatch of a shape may take whose load is not known, made once for all its candidates."""
         load, base = Load.of(shape), self.base["model"]
         known = self.loads.nearest(load)
@@ -213,7 +215,7 @@ class Forecast:
                 seconds += blocks * calls * sent_time(sent, Group.of(mesh, axis, device), device)
         return seconds
 
-    def sample(self, shape: Shape) -> Sample:
+    def sample(self, shape: Shape) -> EstimatedSample:
         """Totals of what a rank of the shape computes, on its wires."""
         load, mesh, device = Load.of(shape), shape.mesh, self.setting.device
         key = self._key(shape)
@@ -225,16 +227,16 @@ class Forecast:
             costs = replace(options.cost_model, accumulated=0.5 if shape.microbatches > 1 else 0.0)
             times = self.loads.times(load, mesh, costs) or node_times(traced.trace, costs)
             known = self._profiles.get(load)
-            found = self._samples[key] = Sample.of(traced.trace, costs, (), times, profile=known)
+            found = self._samples[key] = EstimatedSample.of(traced.trace, costs, (), times, profile=known)
             for name in self.again.names:
                 if known is None and name != "model":
                     self._note_again(traced.trace, found.profile, name)
-                self._reruns[key, name] = Reruns.of(traced.trace, self.again[name], times)
+                self._reruns[key, name] = EstimatedReruns.of(traced.trace, self.again[name], times)
             assert found.profile is not None, "a sample of a trace has a profile"
             self._profiles[load] = found.profile
         return self._samples[key]
 
-    def reruns(self, shape: Shape, again: str) -> Reruns:
+    def reruns(self, shape: Shape, again: str) -> EstimatedReruns:
         """What candidates of a shape compute again."""
         self.sample(shape)
         return self._reruns[self._key(shape), again]
@@ -244,17 +246,17 @@ class Forecast:
         groups = self._laid(shape)[1]
         return Load.of(shape), shape.microbatches > 1, groups[0], groups[1], groups[2]
 
-    def place(self, shape: Shape) -> Place:
+    def place(self, shape: Shape) -> EstimatedPlace:
         """Where its ranks are."""
         return self._laid(shape)[0]
 
-    def _laid(self, shape: Shape) -> tuple[Place, tuple[Group, Group, Group]]:
+    def _laid(self, shape: Shape) -> tuple[EstimatedPlace, tuple[Group, Group, Group]]:
         """Its place, and its groups that share operations, sequences and experts: found once, whatever the microbatches are."""
         key = replace(shape, microbatches=1, microbatch_size=1)
         if key not in self._places:
             mesh, device = shape.mesh, self.setting.device
             tensor, context, expert = (Group.of(mesh, axis, device) for axis in (Axis.TP, Axis.CP, Axis.EP))
             replicas = Group.of(mesh, Axis.RDP, device)
-            place = Place(wire(device, mesh, Axis.PP), replicas, device, shape.world_size)
+            place = EstimatedPlace(wire(device, mesh, Axis.PP), replicas, device, shape.world_size)
             self._places[key] = place, (tensor, context, expert)
         return self._places[key]

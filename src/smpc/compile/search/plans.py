@@ -24,7 +24,7 @@ from smpc.compile.search.space import (
     offloading,
 )
 from smpc.compile.search.workloads import Load, Workloads
-from smpc.compile.step import Around, StepParts, step_parts
+from smpc.compile.step import StepParts, StepSurroundings, step_parts
 from smpc.mesh import Axis
 from smpc.partitioner.costs.device import Group
 from smpc.partitioner.graph.plan import Plan
@@ -111,7 +111,7 @@ class Plans:
         """Where the time of a plan's step goes."""
         device, mesh = self.setting.device, candidate.mesh
         ranks = (device,) * candidate.pipeline_parallel_degree
-        around = Around.on(mesh, ranks, candidate.sharding)
+        around = StepSurroundings.on(mesh, ranks, candidate.sharding)
         if candidate.expert_parallel_degree > 1:
             around = replace(around, experts=Group.of(mesh, Axis.EP, device))
         traced = planned.traced or self.traced(candidate)

@@ -222,8 +222,8 @@ class Profile:
             np.flatnonzero(~forbidden),
             np.asarray(chain.cut_depth, dtype=float),
             np.asarray(chain.cut_bytes, dtype=float),
-            _leaves(graph, set(analysis.recomputable)),
-            _saved(graph, held),
+            _profile_leaves(graph, set(analysis.recomputable)),
+            _saved_in_profile(graph, held),
             state(lambda spec: spec.spec.num_bytes if spec.is_parameter else 0),
             state(lambda spec: 0 if spec.is_parameter else spec.spec.num_bytes),
             state(costs.optimizer_bytes),
@@ -260,7 +260,7 @@ class Profile:
         if num_stages > len(self.pieces) - 1:
             return None
         seconds, saved, working, deferred, pieces = self._with(again, num_stages)
-        ends = _cut(np.append(0.0, np.cumsum(seconds)), pieces, self.depth, self.crossing, num_stages)
+        ends = _profile_cut(np.append(0.0, np.cumsum(seconds)), pieces, self.depth, self.crossing, num_stages)
         starts = np.append(0, ends[:-1])
         elsewhere = self.saved.elsewhere(starts)
         leaves = np.append(0.0, self.leaves[starts[1:]])
@@ -314,7 +314,7 @@ class Profile:
         return seconds, saved, working, deferred, pieces if len(pieces) > num_stages else self.pieces
 
 
-def _saved(graph: Graph, state: frozenset[int]) -> _Bytes:
+def _saved_in_profile(graph: Graph, state: frozenset[int]) -> _Bytes:
     savers: dict[int, list[int]] = {}
     for rank, position in enumerate(graph.compute.tolist()):
         for storage in graph.saved[position]:
@@ -324,7 +324,7 @@ def _saved(graph: Graph, state: frozenset[int]) -> _Bytes:
     return _Bytes.of(graph.num_compute, [(users, sizes[storage]) for storage, users in savers.items()])
 
 
-def _leaves(graph: Graph, recomputable: set[int]) -> FloatArray:
+def _profile_leaves(graph: Graph, recomputable: set[int]) -> FloatArray:
     """By operation: bytes of values that cross a cut before it, need a gradient, and are saved by nothing after it."""
     n, nodes = graph.num_compute, graph.trace.nodes
     last_saver: dict[int, int] = {}
@@ -345,7 +345,9 @@ def _leaves(graph: Graph, recomputable: set[int]) -> FloatArray:
     return found
 
 
-def _cut(until: FloatArray, pieces: IntArray, depth: FloatArray, crossing: FloatArray, num_stages: int) -> IntArray:
+def _profile_cut(
+    until: FloatArray, pieces: IntArray, depth: FloatArray, crossing: FloatArray, num_stages: int
+) -> IntArray:
     """Ends of the stages: see the module docstring."""
     times, last = until[pieces].tolist(), len(pieces) - 1
 

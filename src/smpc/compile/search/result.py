@@ -150,19 +150,19 @@ def ordered(results: Sequence[Result], best: Result, limit: int) -> Iterator[Res
         return rank[result.verdict], result.verdict is Verdict.SLOWER and result.step_is_bound, size
 
     for result in sorted((result for result in results if result is not best), key=key):
-        yield replace(result, reason=result.reason or _reason(result, best, limit))
+        yield replace(result, reason=result.reason or _result_reason(result, best, limit))
 
 
-def _reason(result: Result, best: Result, limit: int) -> str:
+def _result_reason(result: Result, best: Result, limit: int) -> str:
     if result.verdict is Verdict.MEMORY:
         return f"needs {at_least(result.peak_bytes)}, the limit is {at_least(limit)}"
     slower = result.step_time / best.step_time - 1.0
     if result.step_is_bound:
         return f"at least {slower:.1%} slower" if slower >= 0.0 else f"at most {-slower:.1%} faster, so not planned"
-    return f"{slower:.1%} slower{_why(result, best)}"
+    return f"{slower:.1%} slower{_why_result_is_slower(result, best)}"
 
 
-def _why(result: Result, best: Result) -> str:
+def _why_result_is_slower(result: Result, best: Result) -> str:
     """The part of the step that has grown the most."""
     if not result.parts or not best.parts or result.step_time <= best.step_time:
         return ""

@@ -42,7 +42,7 @@ from torch import nn
 
 from smpc.compile.passes import schedule_plan
 from smpc.compile.result import Traced
-from smpc.compile.search.estimate import Guess, Sample, least_peak, least_step
+from smpc.compile.search.estimate import EstimatedSample, Guess, least_peak, least_step
 from smpc.compile.search.forecast import Forecast
 from smpc.compile.search.plans import Plans
 from smpc.compile.search.result import Result, Search, Verdict, nothing_fits, ordered
@@ -271,7 +271,11 @@ class _Searcher:
                 reason = f"expected at most as many stages as operations, of which there are {most}"
                 self.results.append(Result(candidate, Verdict.IMPOSSIBLE, reason=reason))
                 continue
-            known = plain if candidate.recompute == "model" and not traced.trace.regions else _without(plain)
+            known = (
+                plain
+                if candidate.recompute == "model" and not traced.trace.regions
+                else _sample_for_search_bounds(plain)
+            )
             more = self.forecast.reruns(shape, candidate.recompute).at_least(candidate.num_stages)
             bound, peak = least_step(plain, candidate, place, more), least_peak(known, candidate)
             if peak > self.setting.limit:
@@ -445,7 +449,7 @@ class _Searcher:
 
     def _push_offloading(self, waiting: Waiting, candidate: Candidate, about: int) -> None:
         """Into the queue, instead of a way that does not fit the same with more offloaded, and about this peak."""
-        peak = least_peak(_without(self.forecast.sample(waiting.shape)), candidate)
+        peak = least_peak(_sample_for_search_bounds(self.forecast.sample(waiting.shape)), candidate)
         self.total += 1
         look = Guess(waiting.guess.step, about)
         is_cut = waiting.less is not None  # without a limit, it has been cut
@@ -574,11 +578,15 @@ class _Searcher:
             return
         plain = self.forecast.sample(shape)
         for candidate in ways(shape, self.forecast.tried):
-            known = plain if candidate.recompute == "model" and not traced.trace.regions else _without(plain)
+            known = (
+                plain
+                if candidate.recompute == "model" and not traced.trace.regions
+                else _sample_for_search_bounds(plain)
+            )
             if candidate.num_stages <= len(traced.trace.nodes):
                 yield least_peak(known, candidate), candidate
 
 
-def _without(sample: Sample) -> Sample:
+def _sample_for_search_bounds(sample: EstimatedSample) -> EstimatedSample:
     """For bounds where something is computed again or offloaded: without activations."""
     return replace(sample, activation_bytes=0.0)

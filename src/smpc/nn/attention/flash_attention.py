@@ -97,7 +97,7 @@ class FlashSelfAttention(nn.Module):
         layout: str = "b h s d",
     ) -> Tensor:
         """`qkv` is q, k and v in this layout, or one tensor with all heads of q, then of k, then of v; `cast_dtype` casts them first."""
-        q, k, v = (_heads_first(part, cast_dtype, layout) for part in _unpack(qkv, 3, "qkv", layout))
+        q, k, v = (_heads_first(part, cast_dtype, layout) for part in _unpack_for_flash(qkv, 3, "qkv", layout))
         dropout = self.attention_dropout_prob if self.training else 0.0
         return attention(q, k, v, attn_mask, self.scale, causal, dropout, self.triton_flash_attention, self.use_alibi)
 
@@ -120,7 +120,7 @@ class FlashGroupedQueryAttention(nn.Module):
         layout: str = "b s h d",
     ) -> Tensor:
         """`kv` is k and v in this layout, or one tensor with all heads of k, then of v; their heads divide q's."""
-        k, v = (_heads_first(part, cast_dtype, layout) for part in _unpack(kv, 2, "kv", layout))
+        k, v = (_heads_first(part, cast_dtype, layout) for part in _unpack_for_flash(kv, 2, "kv", layout))
         q = _heads_first(q, cast_dtype, layout)
         return attention(q, k, v, None, self.scale, causal, self.attention_dropout_prob if self.training else 0.0)
 
@@ -194,7 +194,7 @@ def _scale_of(head_size: int | None, by_head_size: bool, by_layer: bool, layer_i
     return scale
 
 
-def _unpack(packed: Tensor | tuple[Tensor, ...], count: int, name: str, layout: str) -> tuple[Tensor, ...]:
+def _unpack_for_flash(packed: Tensor | tuple[Tensor, ...], count: int, name: str, layout: str) -> tuple[Tensor, ...]:
     """The `count` tensors of `packed`."""
     if layout not in LAYOUTS:
         raise UsageError(f"expected layout {' or '.join(map(repr, LAYOUTS))}; found {layout!r}")

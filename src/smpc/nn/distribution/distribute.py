@@ -55,7 +55,7 @@ def tensor_parallelism(enabled: bool = True, **kwargs: Any) -> Iterator[None]:
 
     `enabled`: whether they are distributed; the innermost of nested contexts wins. `kwargs`: arguments of the distributed modules.
     """
-    mark = _mark("tensor_parallelism", enabled, kwargs)
+    mark = _mark_to_distribute("tensor_parallelism", enabled, kwargs)
     construct = nn.Module.__init__  # the outer context's, if there is one
 
     @functools.wraps(construct)
@@ -77,7 +77,7 @@ def set_tensor_parallelism(module: nn.Module, enabled: bool = True, **kwargs: An
     """
     if not isinstance(module, nn.Module):
         raise ConfigTypeError(f"set_tensor_parallelism: expected a torch.nn.Module, found {type(module).__name__}")
-    mark = _mark("set_tensor_parallelism", enabled, kwargs)
+    mark = _mark_to_distribute("set_tensor_parallelism", enabled, kwargs)
     for inner in module.modules():
         vars(inner)[_MARK] = mark
     vars(module)[_ASKED] = enabled
@@ -146,7 +146,7 @@ def load_whole(module: nn.Module, values: Mapping[str, Tensor]) -> None:
             own[name].copy_(value)
 
 
-def _mark(what: str, enabled: bool, kwargs: dict[str, Any]) -> Mark:
+def _mark_to_distribute(what: str, enabled: bool, kwargs: dict[str, Any]) -> Mark:
     if not isinstance(enabled, bool):
         raise ConfigTypeError(f"{what}: expected enabled to be a bool, found {type(enabled).__name__} {enabled!r}")
     return Mark(enabled, tuple(kwargs.items()))
@@ -164,18 +164,20 @@ def _distributed_replacement(
     own = _parameter_uses(module)
     shared = [n for n, p in module.named_parameters() if uses[id(p)] > own[id(p)]]
     if shared:
-        _leave(what, f"it shares {', '.join(shared)} with another module")
+        _leave_undistributed(what, f"it shares {', '.join(shared)} with another module")
         return None
     try:
         arguments = registration.arguments(module, config)
         if arguments is None:
-            _leave(what, "it was made before its class was registered; call tp_register_with_module first")
+            _leave_undistributed(
+                what, "it was made before its class was registered; call tp_register_with_module first"
+            )
             return None
         distributed = _construct_distributed(
             registration, arguments, dict(mark.kwargs), _as_in(module, parallel), is_delayed(module)
         )
     except ConfigError as error:
-        _leave(what, str(error))
+        _leave_undistributed(what, str(error))
         return None
     _take_over(module, config, what, distributed, registration)
     _take_marks(module, distributed)
@@ -195,7 +197,9 @@ def _warn_of_unregistered(model: nn.Module, registry: Registry) -> None:
         inside = module.modules() if vars(module).get(_ASKED) else ()
         if inside and not any(isinstance(inner, DistributedModule) or registry.find(inner) for inner in inside):
             what = f"{name or 'the model'} ({type(module).__name__})"
-            _leave(what, "nothing in it has a distributed version; register its class with tp_register_with_module")
+            _leave_undistributed(
+                what, "nothing in it has a distributed version; register its class with tp_register_with_module"
+            )
 
 
 def _warn_of_untaken(model: nn.Module, registry: Registry) -> None:
@@ -216,7 +220,7 @@ def _warn_of_untaken(model: nn.Module, registry: Registry) -> None:
         )
 
 
-def _leave(what: str, why: str) -> None:
+def _leave_undistributed(what: str, why: str) -> None:
     warnings.warn(f"{what} is not distributed by tensor parallelism: {why}", UserWarning, stacklevel=4)
 
 

@@ -135,15 +135,17 @@ def fitted(name: str, hook: Translation | None, owner: type[nn.Module], translat
         raise UsageError(f"tp_register: expected {name} to be callable, found {type(hook).__name__}")
     wanted = list(inspect.signature(translated).parameters.values())[1:]
     found = list(inspect.signature(hook).parameters.values())
-    if [_key(parameter) for parameter in wanted] == [_key(parameter) for parameter in found]:
+    if [_key_of_hook_parameter(parameter) for parameter in wanted] == [
+        _key_of_hook_parameter(parameter) for parameter in found
+    ]:
         return hook
-    places = _places(wanted, found)
+    places = _places_of_hook_arguments(wanted, found)
     without = [p for p in found if p.default is p.empty and p.kind in _NAMED and p.name not in places.values()]
     if without or any(p.kind is p.POSITIONAL_ONLY for p in found):
         method = f"{owner.__name__}.{translated.__name__}"
         raise UsageError(
             f"tp_register: expected the {name} of {owner.__name__} to take the arguments of {method} without self, "
-            f"{_text(wanted)}, found {_text(found)}"
+            f"{_hook_parameters_as_text(wanted)}, found {_hook_parameters_as_text(found)}"
         )
     takes_more = any(p.kind is p.VAR_KEYWORD for p in found)
     return functools.partial(_call_fitted, _Fit(f"{name} of {owner.__name__}", hook, wanted, places, takes_more))
@@ -185,7 +187,7 @@ def _call_fitted(fit: _Fit, *args: Any, **kwargs: Any) -> Any:
     return fit.hook(**passed)
 
 
-def _places(wanted: list[inspect.Parameter], found: list[inspect.Parameter]) -> dict[str, str]:
+def _places_of_hook_arguments(wanted: list[inspect.Parameter], found: list[inspect.Parameter]) -> dict[str, str]:
     """The hook's parameter for each argument that has one."""
     theirs, ours = [p.name for p in wanted if p.kind in _NAMED], [p.name for p in found if p.kind in _NAMED]
     places = {name: name for name in theirs if name in ours}
@@ -193,9 +195,9 @@ def _places(wanted: list[inspect.Parameter], found: list[inspect.Parameter]) -> 
     return places | {name: other for name, other in pairs if name not in places and other not in theirs}
 
 
-def _key(parameter: inspect.Parameter) -> tuple[str, int, str]:
+def _key_of_hook_parameter(parameter: inspect.Parameter) -> tuple[str, int, str]:
     return parameter.name, int(parameter.kind), repr(parameter.default)
 
 
-def _text(parameters: list[inspect.Parameter]) -> str:
+def _hook_parameters_as_text(parameters: list[inspect.Parameter]) -> str:
     return str(inspect.Signature([parameter.replace(annotation=inspect.Parameter.empty) for parameter in parameters]))

@@ -7,7 +7,7 @@ from typing import Any
 from smpc.nn.attention.variant import Call, Variant
 from smpc.nn.huggingface.family import Family, Given, activation, attended, is_eager, layer_index
 from smpc.nn.huggingface.releases import hidden_only, until_positions
-from smpc.nn.state_format import Format, renamed
+from smpc.nn.state_format import StateFormat, renamed
 
 PARTS = ("query", "key", "value")
 RULES = renamed(
@@ -54,7 +54,7 @@ def call(given: Given) -> Call:
 
 FAMILY = Family(
     "transformers.models.bert.modeling_bert.BertLayer",
-    Format("BERT", "layer", RULES),
+    StateFormat("BERT", "layer", RULES),
     arguments,
     call,
     hidden_only,

@@ -26,7 +26,7 @@ from smpc.errors import ConfigError, UsageError
 from smpc.nn.attention.variant import Call, TupleCache
 from smpc.nn.huggingface.releases import Result, Signature, is_before
 from smpc.nn.registration import Arguments, Fill, Registration
-from smpc.nn.state_format import Format
+from smpc.nn.state_format import StateFormat
 from smpc.nn.transformer.transformer import DistributedTransformerLayer
 
 Given = Mapping[str, Any]
@@ -55,13 +55,13 @@ class Family:
     """One class of layers; see above."""
 
     layer: str  # module and qualified name
-    format: Format
+    format: StateFormat
     arguments: Callable[[Any, Any], dict[str, Any]]
     call: Callable[[Given], Call]
     result: Result
     has_cache: Callable[[Signature], bool] = lambda parameters: False
     fills: Callable[[Any, Any], Mapping[str, Fill]] = lambda layer, config: {}
-    older: Format | None = None
+    older: StateFormat | None = None
 
     def registration(self, cls: type[nn.Module]) -> Registration:
         """How `cls`, the layer class, is distributed."""
@@ -98,7 +98,7 @@ class Family:
         )
 
     @property
-    def installed(self) -> Format:
+    def installed(self) -> StateFormat:
         """How the models of the transformers that is installed write their state."""
         return self.format if self.older is None or not is_before(5) else self.older
 
@@ -149,7 +149,7 @@ def attended(mask: Any) -> Tensor | None:
     return mask.bool()[:, None, None, :] if mask.dim() == 2 else mask
 
 
-def needed(given: Given, name: str) -> Any:
+def required_layer_argument(given: Given, name: str) -> Any:
     """An argument of a layer of the family that must be there. UsageError if it is not."""
     if given.get(name) is None:
         raise UsageError(f"{name}: expected what Hugging Face's model gives its layers, found None")
@@ -194,7 +194,7 @@ def _check_wishes(given: Given, name: str) -> None:
     """Raises UsageError for results or arguments that a distributed layer does not support."""
     wishes = [key for key in ("output_attentions",) if given.get(key)]
     wishes += [key for key in _NOT_TAKEN if given.get(key) is not None]
-    wishes += _recorded()
+    wishes += _recorded_by_family_hooks()
     if wishes:
         raise UsageError(
             f"{', '.join(wishes)}: a distributed {name} neither returns nor takes it; leave it out, or keep the layers whole with "
@@ -202,7 +202,7 @@ def _check_wishes(given: Given, name: str) -> None:
         )
 
 
-def _recorded() -> list[str]:
+def _recorded_by_family_hooks() -> list[str]:
     """The outputs of layers that Hugging Face's hooks should record in this call: they do not know distributed layers."""
     capturing = sys.modules.get("transformers.utils.output_capturing")
     collector = None if capturing is None else vars(capturing).get("_active_collector")

@@ -9,36 +9,36 @@ from smpc.nn.attention.variant import Call, Variant
 from smpc.nn.huggingface.family import Family, Given, activation, attended, is_eager, layer_index, normal, unseen
 from smpc.nn.huggingface.releases import hidden_only, until_positions
 from smpc.nn.registration import Fill
-from smpc.nn.state_format import Format, Rule, renamed
+from smpc.nn.state_format import FormatRule, StateFormat, renamed
 
 
-def _transposed(theirs: str, *ours: str) -> tuple[Rule, ...]:
+def _gpt2_transposed(theirs: str, *ours: str) -> tuple[FormatRule, ...]:
     return (
-        Rule(f"{theirs}.weight", tuple(f"{name}.weight" for name in ours), transposed=True),
-        Rule(f"{theirs}.bias", tuple(f"{name}.bias" for name in ours)),
+        FormatRule(f"{theirs}.weight", tuple(f"{name}.weight" for name in ours), transposed=True),
+        FormatRule(f"{theirs}.bias", tuple(f"{name}.bias" for name in ours)),
     )
 
 
-_FORMAT = Format(
+_FORMAT = StateFormat(
     "GPT-2",
     "h",
     (
         *renamed({"ln_1": "attention.pre_layernorm"}),
-        *_transposed("attn.c_attn", "attention.query", "attention.key", "attention.value"),
-        *_transposed("attn.c_proj", "attention.dense"),
+        *_gpt2_transposed("attn.c_attn", "attention.query", "attention.key", "attention.value"),
+        *_gpt2_transposed("attn.c_proj", "attention.dense"),
         *renamed({"ln_2": "output.pre_layernorm"}),
         *renamed({"ln_cross_attn": "cross_attention.pre_layernorm"}),
-        *_transposed("crossattention.q_attn", "cross_attention.query"),
-        *_transposed("crossattention.c_attn", "cross_attention.key", "cross_attention.value"),
-        *_transposed("crossattention.c_proj", "cross_attention.dense"),
-        *_transposed("mlp.c_fc", "output.dense1"),
-        *_transposed("mlp.c_proj", "output.dense2"),
+        *_gpt2_transposed("crossattention.q_attn", "cross_attention.query"),
+        *_gpt2_transposed("crossattention.c_attn", "cross_attention.key", "cross_attention.value"),
+        *_gpt2_transposed("crossattention.c_proj", "cross_attention.dense"),
+        *_gpt2_transposed("mlp.c_fc", "output.dense1"),
+        *_gpt2_transposed("mlp.c_proj", "output.dense2"),
     ),
     forgotten=("attn.bias", "attn.masked_bias", "crossattention.bias", "crossattention.masked_bias"),
 )
 
 
-def _arguments(layer: Any, config: Any) -> dict[str, Any]:
+def _gpt2_arguments(layer: Any, config: Any) -> dict[str, Any]:
     attention = layer.attn
     return {
         "num_attention_heads": attention.num_heads,
@@ -57,20 +57,20 @@ def _arguments(layer: Any, config: Any) -> dict[str, Any]:
             is_eager=is_eager(config),
             is_causal=True,
             unseen=unseen(attention, config),
-            scale=_scale(layer, config),
+            scale=_gpt2_scale(layer, config),
             layer_index=layer_index(attention),
         ),
     }
 
 
-def _scale(layer: Any, config: Any) -> float | None:
+def _gpt2_scale(layer: Any, config: Any) -> float | None:
     if not is_eager(config) and not hasattr(layer.attn, "scaling"):
         return None  # before 5, fused kernels were not told of a scale
     scale = 1 / math.sqrt(layer.attn.head_dim) if config.scale_attn_weights else 1.0
     return scale / (layer.attn.layer_idx + 1) if config.scale_attn_by_inverse_layer_idx else scale
 
 
-def _call(given: Given) -> Call:
+def _gpt2_call(given: Given) -> Call:
     return Call(
         attended(given.get("attention_mask")),
         given.get("encoder_hidden_states"),
@@ -78,7 +78,7 @@ def _call(given: Given) -> Call:
     )
 
 
-def _fills(layer: Any, config: Any) -> dict[str, Fill]:
+def _gpt2_fills(layer: Any, config: Any) -> dict[str, Fill]:
     """Layers that add to the residual start smaller."""
     small = normal(config.initializer_range / math.sqrt(2 * config.n_layer))
     return {"attention.dense.weight": small, "cross_attention.dense.weight": small, "output.dense2.weight": small}
@@ -87,11 +87,11 @@ def _fills(layer: Any, config: Any) -> dict[str, Fill]:
 FAMILY = Family(
     "transformers.models.gpt2.modeling_gpt2.GPT2Block",
     _FORMAT,
-    _arguments,
-    _call,
+    _gpt2_arguments,
+    _gpt2_call,
     hidden_only,
     until_positions,
-    _fills,
+    _gpt2_fills,
 )
 
 # See Format. The public API has these names with and without the family's name.

@@ -5,11 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 from smpc.nn.attention.variant import Call, Variant
-from smpc.nn.huggingface.family import Family, Given, activation, attended, layer_index, needed, unseen
+from smpc.nn.huggingface.family import Family, Given, activation, attended, layer_index, required_layer_argument, unseen
 from smpc.nn.huggingface.releases import until_objects, without_weights
-from smpc.nn.state_format import Format, renamed
+from smpc.nn.state_format import StateFormat, renamed
 
-_FORMAT = Format(
+_FORMAT = StateFormat(
     "GPT-J",
     "h",
     (
@@ -22,7 +22,7 @@ _FORMAT = Format(
 )
 
 
-def _arguments(layer: Any, config: Any) -> dict[str, Any]:
+def _gptj_arguments(layer: Any, config: Any) -> dict[str, Any]:
     variant = Variant(
         is_causal=True,
         rotary="pairs",
@@ -50,12 +50,17 @@ def _arguments(layer: Any, config: Any) -> dict[str, Any]:
     }
 
 
-def _call(given: Given) -> Call:
-    return Call(attended(given.get("attention_mask")), positions=needed(given, "position_ids"))
+def _gptj_call(given: Given) -> Call:
+    return Call(attended(given.get("attention_mask")), positions=required_layer_argument(given, "position_ids"))
 
 
 FAMILY = Family(
-    "transformers.models.gptj.modeling_gptj.GPTJBlock", _FORMAT, _arguments, _call, without_weights, until_objects
+    "transformers.models.gptj.modeling_gptj.GPTJBlock",
+    _FORMAT,
+    _gptj_arguments,
+    _gptj_call,
+    without_weights,
+    until_objects,
 )
 
 # See Format. The public API has these names with and without the family's name.

@@ -7,9 +7,9 @@ from typing import Any
 from smpc.nn.attention.variant import Call, Variant
 from smpc.nn.huggingface.family import Family, Given, activation, attended
 from smpc.nn.huggingface.releases import until_objects, without_weights
-from smpc.nn.state_format import Format, renamed
+from smpc.nn.state_format import StateFormat, renamed
 
-_FORMAT = Format(
+_FORMAT = StateFormat(
     "GPT-Neo",
     "h",
     (
@@ -25,7 +25,7 @@ _FORMAT = Format(
 )
 
 
-def _arguments(layer: Any, config: Any) -> dict[str, Any]:
+def _gptneo_arguments(layer: Any, config: Any) -> dict[str, Any]:
     attention = layer.attn.attention
     variant = Variant(
         is_eager=True,
@@ -52,15 +52,15 @@ def _arguments(layer: Any, config: Any) -> dict[str, Any]:
     }
 
 
-def _call(given: Given) -> Call:
+def _gptneo_call(given: Given) -> Call:
     return Call(attended(given.get("attention_mask")))
 
 
 FAMILY = Family(
     "transformers.models.gpt_neo.modeling_gpt_neo.GPTNeoBlock",
     _FORMAT,
-    _arguments,
-    _call,
+    _gptneo_arguments,
+    _gptneo_call,
     without_weights,
     until_objects,
 )

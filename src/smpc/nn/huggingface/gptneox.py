@@ -12,11 +12,20 @@ from torch import nn
 
 from smpc.errors import ConfigError
 from smpc.nn.attention.variant import Call, Variant
-from smpc.nn.huggingface.family import Family, Given, activation, attended, is_eager, layer_index, needed, unseen
+from smpc.nn.huggingface.family import (
+    Family,
+    Given,
+    activation,
+    attended,
+    is_eager,
+    layer_index,
+    required_layer_argument,
+    unseen,
+)
 from smpc.nn.huggingface.releases import hidden_only, until_keywords
-from smpc.nn.state_format import Format, renamed
+from smpc.nn.state_format import StateFormat, renamed
 
-_FORMAT = Format(
+_FORMAT = StateFormat(
     "GPT-NeoX",
     "layers",
     renamed(
@@ -34,7 +43,7 @@ _FORMAT = Format(
 )
 
 
-def _arguments(layer: Any, config: Any) -> dict[str, Any]:
+def _gptneox_arguments(layer: Any, config: Any) -> dict[str, Any]:
     attention = layer.attention
     has_bias = attention.dense.bias is not None
     variant = Variant(
@@ -78,18 +87,18 @@ def _own_rotary(attention: nn.Module, config: Any) -> dict[str, Any]:
     return {"rotary_size": size, "rotary_base": float(config.rotary_emb_base)}
 
 
-def _call(given: Given) -> Call:
+def _gptneox_call(given: Given) -> Call:
     mask = attended(given.get("attention_mask"))
     if "position_embeddings" in given:
-        return Call(mask, rotary=needed(given, "position_embeddings"))
-    return Call(mask, positions=needed(given, "position_ids"))
+        return Call(mask, rotary=required_layer_argument(given, "position_embeddings"))
+    return Call(mask, positions=required_layer_argument(given, "position_ids"))
 
 
 FAMILY = Family(
     "transformers.models.gpt_neox.modeling_gpt_neox.GPTNeoXLayer",
     _FORMAT,
-    _arguments,
-    _call,
+    _gptneox_arguments,
+    _gptneox_call,
     hidden_only,
     until_keywords,
     older=replace(_FORMAT, in_files=()),

@@ -26,11 +26,11 @@ Result = Callable[
 
 def is_before(major: int, minor: int = 0) -> bool:
     """Whether the transformers that is installed is older than a release; none at all is not."""
-    return _installed() < (major, minor)
+    return _installed_release() < (major, minor)
 
 
 @functools.cache
-def _installed() -> tuple[float, ...]:
+def _installed_release() -> tuple[float, ...]:
     try:
         version = importlib.metadata.version("transformers")
     except importlib.metadata.PackageNotFoundError:

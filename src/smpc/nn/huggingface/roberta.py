@@ -5,11 +5,11 @@ from __future__ import annotations
 from smpc.nn.huggingface.bert import RULES, arguments, call
 from smpc.nn.huggingface.family import Family
 from smpc.nn.huggingface.releases import hidden_only, until_positions
-from smpc.nn.state_format import Format
+from smpc.nn.state_format import StateFormat
 
 FAMILY = Family(
     "transformers.models.roberta.modeling_roberta.RobertaLayer",
-    Format("RoBERTa", "layer", RULES),
+    StateFormat("RoBERTa", "layer", RULES),
     arguments,
     call,
     hidden_only,

@@ -16,14 +16,14 @@ from smpc.nn.attention.variant import Call, PositionBuckets, Variant
 from smpc.nn.huggingface.family import Family, Given, activation, attended, is_eager, layer_index, normal
 from smpc.nn.huggingface.releases import until_objects, with_biases
 from smpc.nn.registration import Fill
-from smpc.nn.state_format import Format, Rule, renamed
+from smpc.nn.state_format import FormatRule, StateFormat, renamed
 
 _PARTS = {"q": "query", "k": "key", "v": "value", "o": "dense"}
 _PLAIN = {"wi": "dense1", "wo": "dense2"}
 _GATED = {"wi_0": "dense1", "wi_1": "gate", "wo": "dense2"}
 
 
-def _output(place: str, names: Mapping[str, str]) -> tuple[Rule, ...]:
+def _t5_output(place: str, names: Mapping[str, str]) -> tuple[FormatRule, ...]:
     linear = {f"{place}.DenseReluDense.{theirs}": f"output.{ours}" for theirs, ours in names.items()}
     return renamed({f"{place}.layer_norm": "output.pre_layernorm", **linear}, ("weight",))
 
@@ -43,20 +43,20 @@ _CROSS = renamed(
     },
     ("weight",),
 )
-_FORMAT = Format(
+_FORMAT = StateFormat(
     "T5",
     "block",
-    _SELF + _output("layer.1", _PLAIN),
+    _SELF + _t5_output("layer.1", _PLAIN),
     (
-        _SELF + _output("layer.1", _GATED),
-        _SELF + _CROSS + _output("layer.2", _PLAIN),
-        _SELF + _CROSS + _output("layer.2", _GATED),
+        _SELF + _t5_output("layer.1", _GATED),
+        _SELF + _CROSS + _t5_output("layer.2", _PLAIN),
+        _SELF + _CROSS + _t5_output("layer.2", _GATED),
     ),
     forgotten=("layer.1.EncDecAttention.relative_attention_bias.weight",),
 )
 
 
-def _arguments(layer: Any, config: Any) -> dict[str, Any]:
+def _t5_arguments(layer: Any, config: Any) -> dict[str, Any]:
     attention = layer.layer[0].SelfAttention
     buckets = PositionBuckets(
         config.relative_attention_num_buckets, config.relative_attention_max_distance, not config.is_decoder
@@ -92,7 +92,7 @@ def _arguments(layer: Any, config: Any) -> dict[str, Any]:
     }
 
 
-def _call(given: Given) -> Call:
+def _t5_call(given: Given) -> Call:
     return Call(
         attended(given.get("attention_mask")),
         given.get("encoder_hidden_states"),
@@ -101,7 +101,7 @@ def _call(given: Given) -> Call:
     )
 
 
-def _fills(layer: Any, config: Any) -> dict[str, Fill]:
+def _t5_fills(layer: Any, config: Any) -> dict[str, Fill]:
     """The queries' weights are small since the scores are not scaled; other exceptions depend on widths, or are norms."""
     attention = layer.layer[0].SelfAttention
     inner = attention.n_heads * attention.key_value_proj_dim
@@ -122,7 +122,13 @@ def _fills(layer: Any, config: Any) -> dict[str, Fill]:
 
 
 FAMILY = Family(
-    "transformers.models.t5.modeling_t5.T5Block", _FORMAT, _arguments, _call, with_biases, until_objects, _fills
+    "transformers.models.t5.modeling_t5.T5Block",
+    _FORMAT,
+    _t5_arguments,
+    _t5_call,
+    with_biases,
+    until_objects,
+    _t5_fills,
 )
 
 # See Format. The public API has these names with and without the family's name.

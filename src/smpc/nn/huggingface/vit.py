@@ -7,9 +7,9 @@ from typing import Any
 from smpc.nn.attention.variant import Call, Variant
 from smpc.nn.huggingface.family import Family, Given, activation, attended, is_eager
 from smpc.nn.huggingface.releases import hidden_only
-from smpc.nn.state_format import Format, renamed
+from smpc.nn.state_format import StateFormat, renamed
 
-_FORMAT = Format(
+_FORMAT = StateFormat(
     "ViT",
     "layers",
     renamed(
@@ -32,7 +32,7 @@ _FORMAT = Format(
 )
 
 
-_OLDER = Format(
+_OLDER = StateFormat(
     "ViT",
     "layer",
     renamed(
@@ -48,7 +48,7 @@ _OLDER = Format(
 )
 
 
-def _arguments(layer: Any, config: Any) -> dict[str, Any]:
+def _vit_arguments(layer: Any, config: Any) -> dict[str, Any]:
     has_biases = any(name.endswith(("q_proj.bias", "query.bias")) for name, _ in layer.attention.named_parameters())
     return {
         "num_attention_heads": config.num_attention_heads,
@@ -66,11 +66,13 @@ def _arguments(layer: Any, config: Any) -> dict[str, Any]:
     }
 
 
-def _call(given: Given) -> Call:
+def _vit_call(given: Given) -> Call:
     return Call(attended(given.get("attention_mask")))
 
 
-FAMILY = Family("transformers.models.vit.modeling_vit.ViTLayer", _FORMAT, _arguments, _call, hidden_only, older=_OLDER)
+FAMILY = Family(
+    "transformers.models.vit.modeling_vit.ViTLayer", _FORMAT, _vit_arguments, _vit_call, hidden_only, older=_OLDER
+)
 
 # See Format. The public API has these names with and without the family's name.
 translate_hf_state_dict_to_smdistributed_vit = translate_hf_state_dict_to_smdistributed = FAMILY.to_smdistributed

@@ -32,7 +32,7 @@ from torch.utils import swap_tensors
 
 from smpc.errors import ConfigError, ConfigTypeError
 from smpc.nn.init.script_fills import fills_of, forget, hand_on, noting, replay
-from smpc.nn.init.sliced_init import Drawing, NotByBlocks, Target, seed_of
+from smpc.nn.init.sliced_init import NotByBlocks, SlicedDrawing, SlicedTarget, seed_of
 from smpc.nn.layers.embedding import DistributedEmbedding
 from smpc.nn.layers.linear import DistributedLinear
 from smpc.nn.parallel import DistributedModule, Shard, own_part_of, whole_shape
@@ -93,13 +93,16 @@ def draw_delayed(
     parts: dict[str, Tensor] = {}
     for name, parameter in late.items():
         if wanted(name) and name in slices:
-            parts[name] = _empty(parameter, slices[name][1], device)
+            parts[name] = _empty_delayed_parameter(parameter, slices[name][1], device)
         else:
-            _replace(parameter, _empty(parameter, parameter.shape if wanted(name) else torch.Size([0]), device))
+            _replace_delayed_memory(
+                parameter,
+                _empty_delayed_parameter(parameter, parameter.shape if wanted(name) else torch.Size([0]), device),
+            )
     due = {name: parameter for name, parameter in late.items() if wanted(name)}
     names = {id(parameter): name for name, parameter in due.items()}
     targets = [
-        Target(name, p, slices[name][0] if name in parts else None, parts.get(name, p)) for name, p in due.items()
+        SlicedTarget(name, p, slices[name][0] if name in parts else None, parts.get(name, p)) for name, p in due.items()
     ]
     done = [tensor for tensor in (*model.parameters(), *model.buffers()) if id(tensor) not in names]
     flagged = [tensor for tensor in done if _DRAWN not in vars(tensor)]
@@ -114,7 +117,7 @@ def draw_delayed(
             del vars(tensor)[_DRAWN]
     for target in targets:
         if target.shard is not None:
-            _replace(due[target.name], target.part)
+            _replace_delayed_memory(due[target.name], target.part)
     _check_filled(model, due)
 
 
@@ -128,18 +131,18 @@ def draw_module(
     module, the name in the model of a parameter to draw. The values depend only on the seed and that name.
     """
     own = dict(module.named_parameters(recurse=False))
-    targets = [Target(full, own[each], None, own[each]) for each, full in wanted.items()]
+    targets = [SlicedTarget(full, own[each], None, own[each]) for each, full in wanted.items()]
     for target in targets:
         vars(target.parameter).pop(_DRAWN, None)
         target.part.fill_(torch.nan)
     devices = {target.part.device for target in targets if target.part.device.type == "cuda"}
-    with torch.random.fork_rng(sorted(devices, key=str)), Drawing(targets, seed):
+    with torch.random.fork_rng(sorted(devices, key=str)), SlicedDrawing(targets, seed):
         torch.manual_seed(seed_of(seed, name))
-        _initialize(module, owner, {id(target.parameter): target.name for target in targets})
+        _initialize_delayed(module, owner, {id(target.parameter): target.name for target in targets})
     return [target.name for target in targets if bool(target.part.isnan().any())]
 
 
-def _draw_initial_values(model: nn.Module, names: Mapping[int, str], targets: list[Target], seed: int) -> None:
+def _draw_initial_values(model: nn.Module, names: Mapping[int, str], targets: list[SlicedTarget], seed: int) -> None:
     """Runs the initializers of all modules; once more, on whole tensors, those that have left slices as they were."""
     with_due = [
         (name, module, owner)
@@ -147,11 +150,11 @@ def _draw_initial_values(model: nn.Module, names: Mapping[int, str], targets: li
         if any(id(parameter) in names for parameter in module.parameters())
     ]
     for name, module, owner in with_due:
-        own = _inside(module, targets)
+        own = _inside_delayed_targets(module, targets)
         torch.manual_seed(seed_of(seed, name))
         try:
-            with Drawing(own, seed):
-                _initialize(module, owner, names)
+            with SlicedDrawing(own, seed):
+                _initialize_delayed(module, owner, names)
         except (NotByBlocks, RuntimeError):
             if all(target.shard is None for target in own):
                 raise
@@ -159,10 +162,10 @@ def _draw_initial_values(model: nn.Module, names: Mapping[int, str], targets: li
     unfilled = {id(t.parameter) for t in targets if t.shard is not None and bool(t.part.isnan().any())}
     for name, module, owner in with_due if unfilled else ():  # initializers may pass over the meta device
         if any(id(parameter) in unfilled for parameter in module.parameters(recurse=False)):
-            _initialize_whole(module, name, owner, names, _inside(module, targets), seed)
+            _initialize_whole(module, name, owner, names, _inside_delayed_targets(module, targets), seed)
 
 
-def _redo_fills(model: nn.Module, targets: list[Target], seed: int) -> None:
+def _redo_fills(model: nn.Module, targets: list[SlicedTarget], seed: int) -> None:
     """Does what the script did to parameters when it created them. Distributed modules have slices, of which they know the whole."""
     noted = [target for target in targets if fills_of(target.parameter)]
     slices = {
@@ -176,7 +179,7 @@ def _redo_fills(model: nn.Module, targets: list[Target], seed: int) -> None:
         shard = slices.get(id(target.parameter))
         if shard is not None:
             whole = torch.empty(whole_shape(target.part, shard), dtype=target.part.dtype, device="meta")
-            own = Target(target.name, nn.Parameter(whole), shard, target.part)
+            own = SlicedTarget(target.name, nn.Parameter(whole), shard, target.part)
         replay(fills, own, seed)
         forget(target.parameter)
 
@@ -186,33 +189,35 @@ def _initialize_whole(
     name: str,
     owner: nn.Module | None,
     names: Mapping[int, str],
-    own: list[Target],
+    own: list[SlicedTarget],
     seed: int,
 ) -> None:
     """Runs an initializer on whole tensors in place of slices, and keeps the slices of the written values."""
     sliced = [target for target in own if target.shard is not None]
     for target in sliced:
-        _replace(target.parameter, _empty(target.parameter, target.parameter.shape, target.part.device))
+        _replace_delayed_memory(
+            target.parameter, _empty_delayed_parameter(target.parameter, target.parameter.shape, target.part.device)
+        )
     torch.manual_seed(seed_of(seed, name))
-    with Drawing([Target(t.name, t.parameter, None, t.parameter) for t in own], seed):
-        _initialize(module, owner, names)
+    with SlicedDrawing([SlicedTarget(t.name, t.parameter, None, t.parameter) for t in own], seed):
+        _initialize_delayed(module, owner, names)
     for target in sliced:
         found = own_part_of(target.parameter.detach(), target.shard, target.part.shape)
         target.part.copy_(torch.where(found.isnan(), target.part, found))
-        _replace(target.parameter, torch.empty(target.parameter.shape, dtype=found.dtype, device="meta"))
+        _replace_delayed_memory(target.parameter, torch.empty(target.parameter.shape, dtype=found.dtype, device="meta"))
 
 
-def _inside(module: nn.Module, targets: list[Target]) -> list[Target]:
+def _inside_delayed_targets(module: nn.Module, targets: list[SlicedTarget]) -> list[SlicedTarget]:
     inside = {id(parameter) for parameter in module.parameters()}
     return [target for target in targets if id(target.parameter) in inside]
 
 
-def _empty(parameter: Tensor, shape: torch.Size, device: torch.device) -> Tensor:
+def _empty_delayed_parameter(parameter: Tensor, shape: torch.Size, device: torch.device) -> Tensor:
     """Memory for a parameter; NaN marks values that are not drawn yet."""
     return torch.full(shape, torch.nan, dtype=parameter.dtype, device=device)
 
 
-def _replace(parameter: nn.Parameter, value: Tensor) -> None:
+def _replace_delayed_memory(parameter: nn.Parameter, value: Tensor) -> None:
     """Gives a parameter other memory; it stays the same object."""
     new = nn.Parameter(value, requires_grad=parameter.requires_grad)
     vars(new).update({key: value for key, value in vars(parameter).items() if key != _DRAWN})
@@ -242,7 +247,7 @@ def _hugging_face() -> tuple[type[nn.Module], ...]:
     return () if transformers is None else (transformers.PreTrainedModel,)
 
 
-def _initialize(module: nn.Module, owner: nn.Module | None, names: Mapping[int, str]) -> None:
+def _initialize_delayed(module: nn.Module, owner: nn.Module | None, names: Mapping[int, str]) -> None:
     """Runs what fills the parameters of a module."""
     own = [parameter for parameter in module.parameters(recurse=False) if id(parameter) in names]
     if isinstance(module, DistributedModule):

@@ -34,7 +34,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatc
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from smpc.errors import ConfigError
-from smpc.nn.init.sliced_init import Drawing, NotByBlocks, Target
+from smpc.nn.init.sliced_init import NotByBlocks, SlicedDrawing, SlicedTarget
 from smpc.nn.parallel import own_part_of
 
 _ATEN = torch.ops.aten
@@ -81,10 +81,10 @@ def noting() -> Iterator[None]:
         seen.update((id(parameter), parameter) for parameter in found if parameter.is_meta)
 
     handles = register_module_parameter_registration_hook(see), register_module_module_registration_hook(see)
-    before = list(_imported())
+    before = list(_imported_script_initializers())
     try:
         for module, name, function in before:
-            setattr(module, name, _noted(function))
+            setattr(module, name, _noted_script_initializer(function))
         with _Noting():  # type: ignore[no-untyped-call]
             yield
     finally:
@@ -115,16 +115,16 @@ def forget(parameter: Tensor) -> None:
 
 
 @torch.no_grad()
-def replay(fills: list[ScriptFill], target: Target, seed: int) -> None:
+def replay(fills: list[ScriptFill], target: SlicedTarget, seed: int) -> None:
     """Do what the script did, to the part of a parameter that this rank keeps. Raises ConfigError where it needs more of it."""
     try:
-        with Drawing([target], seed):
+        with SlicedDrawing([target], seed):
             for fill in fills:
                 fill.apply(target.parameter)
     except NotByBlocks:
         own = target.part
         whole = nn.Parameter(torch.full(target.parameter.shape, math.nan, dtype=own.dtype, device=own.device))
-        with Drawing([Target(target.name, whole, None, whole)], seed):
+        with SlicedDrawing([SlicedTarget(target.name, whole, None, whole)], seed):
             for fill in fills:
                 fill.apply(whole)
         if bool(whole.isnan().any()):
@@ -144,7 +144,7 @@ class _Noting(TorchDispatchMode):  # type: ignore[no-untyped-call]
         given = dict(kwargs or {})
         result = func(*args, **given)
         if func.overloadpacket in _COPIES and args[0].is_meta and result.is_meta:
-            setattr(result.untyped_storage(), _NOTES, list(_notes(args[0])))
+            setattr(result.untyped_storage(), _NOTES, list(_notes_of_script_fills(args[0])))
         elif func._schema.is_mutable:
             _note_fill(func, args, given)
         return result
@@ -156,7 +156,7 @@ def _note_fill(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None
     if written is None or not written.is_meta:
         return
     if _is_own_initializer(written):
-        _notes(written).clear()
+        _notes_of_script_fills(written).clear()
         return
     leaves, form = tree_flatten((args, kwargs))
     if any(isinstance(leaf, Tensor) and leaf.is_meta and leaf is not written for leaf in leaves):
@@ -173,7 +173,7 @@ def _note_fill(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None
         args, kwargs = tree_unflatten(own, form)
         return func(*args, **kwargs)
 
-    _add(written, change)
+    _add_script_fill(written, change)
 
 
 def _filled_tensor(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | None:
@@ -186,13 +186,13 @@ def _filled_tensor(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
     return found[0] if len(found) == 1 else None
 
 
-def _add(tensor: Tensor, change: Callable[[Tensor], object], *, by_blocks: bool = True) -> None:
+def _add_script_fill(tensor: Tensor, change: Callable[[Tensor], object], *, by_blocks: bool = True) -> None:
     is_whole = tensor.is_contiguous() and tensor.numel() * tensor.element_size() == tensor.untyped_storage().nbytes()
     place = tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset())
-    _notes(tensor).append(ScriptFill(change, *place, is_whole, not by_blocks))
+    _notes_of_script_fills(tensor).append(ScriptFill(change, *place, is_whole, not by_blocks))
 
 
-def _imported() -> Iterator[tuple[ModuleType, str, Callable[..., Any]]]:
+def _imported_script_initializers() -> Iterator[tuple[ModuleType, str, Callable[..., Any]]]:
     """The modules and names of initializers that skip the meta device: scripts import them under these names."""
     functions = {id(function): function for function in (vars(torch.nn.init)[name] for name in _PASS_OVER_META)}
     for module in list(sys.modules.values()):
@@ -203,18 +203,18 @@ def _imported() -> Iterator[tuple[ModuleType, str, Callable[..., Any]]]:
             yield from ((module, name, function) for name, function in known)
 
 
-def _noted(function: Callable[..., Any]) -> Callable[..., Any]:
+def _noted_script_initializer(function: Callable[..., Any]) -> Callable[..., Any]:
     """An initializer that passes over the meta device, noted as it is called."""
 
     def call(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
         if not tensor.is_meta:
             return function(tensor, *args, **kwargs)
         if _is_own_initializer(tensor):
-            _notes(tensor).clear()
+            _notes_of_script_fills(tensor).clear()
         else:
             is_whole = tensor.numel() * tensor.element_size() == tensor.untyped_storage().nbytes()
             by_blocks = function.__name__ == _TRUNCATED and is_whole
-            _add(
+            _add_script_fill(
                 tensor, lambda view: vars(torch.nn.init)[function.__name__](view, *args, **kwargs), by_blocks=by_blocks
             )
         return tensor
@@ -222,7 +222,7 @@ def _noted(function: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
-def _notes(tensor: Tensor) -> list[ScriptFill]:
+def _notes_of_script_fills(tensor: Tensor) -> list[ScriptFill]:
     """The list that belongs to a tensor's memory, whatever views it; it is made here."""
     storage = tensor.untyped_storage()
     if not hasattr(storage, _NOTES):

@@ -44,7 +44,7 @@ class NotByBlocks(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class Target:
+class SlicedTarget:
     """A parameter that is drawn: as initializers see it, and the memory for this rank's part."""
 
     name: str
@@ -64,16 +64,16 @@ class Target:
         return found
 
 
-class Drawing(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class SlicedDrawing(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Does to the parts what is done to the parameters. `seed`: of all that is drawn here."""
 
-    def __init__(self, targets: Iterable[Target], seed: int) -> None:
+    def __init__(self, targets: Iterable[SlicedTarget], seed: int) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._targets = {_storage(target.parameter): target for target in targets}
         self._seed = seed
         self._stack = ExitStack()
 
-    def __enter__(self) -> Drawing:
+    def __enter__(self) -> SlicedDrawing:
         truncated = vars(torch.nn.init).get(_TRUNCATED)
         if truncated is not None:
             self._stack.callback(setattr, torch.nn.init, _TRUNCATED, truncated)
@@ -107,13 +107,13 @@ class Drawing(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if func.overloadpacket is _ATEN.copy_ and _is_whole(args[0], found):
             found.part.copy_(own_part_of(args[1].expand(found.parameter.shape), found.shard, found.part.shape))
         elif func.overloadpacket in _FILLS or _is_elementwise(func, args[1:]):
-            for part in _selected(args[0], found):
+            for part in _selected_in_slice(args[0], found):
                 func(part, *args[1:], **given)
         else:
             raise NotByBlocks(f"{func} on a whole tensor")
         return args[0]
 
-    def _draw(self, target: Target, fill: Callable[[Tensor], object]) -> None:
+    def _draw(self, target: SlicedTarget, fill: Callable[[Tensor], object]) -> None:
         torch.manual_seed(seed_of(self._seed, target.name))
         fill_slice(target.part.data, target.shard, fill)
 
@@ -130,10 +130,10 @@ class Drawing(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
         return draw
 
-    def _found(self, tensor: Tensor) -> Target | None:
+    def _found(self, tensor: Tensor) -> SlicedTarget | None:
         return self._targets.get(_storage(tensor))
 
-    def _touched(self, given: Any) -> list[Target]:
+    def _touched(self, given: Any) -> list[SlicedTarget]:
         found = (self._found(leaf) for leaf in tree_leaves(given) if isinstance(leaf, Tensor))
         return [target for target in found if target is not None]
 
@@ -147,12 +147,12 @@ def _storage(tensor: Tensor) -> int:
     return int(tensor.untyped_storage()._cdata)
 
 
-def _is_whole(tensor: Tensor, target: Target) -> bool:
+def _is_whole(tensor: Tensor, target: SlicedTarget) -> bool:
     whole = target.parameter
     return tensor.shape == whole.shape and tensor.stride() == whole.stride() and tensor.storage_offset() == 0
 
 
-def _selected(tensor: Tensor, target: Target) -> list[Tensor]:
+def _selected_in_slice(tensor: Tensor, target: SlicedTarget) -> list[Tensor]:
     """The region of the part that this view of the parameter covers: all, a row, or a range of rows."""
     whole = target.parameter
     if _is_whole(tensor, target):

@@ -62,7 +62,7 @@ class DistributedEmbedding(DistributedModule):
         self.declare(
             "weight",
             (num_embeddings, embedding_dim),
-            _normal(1.0 if initializer_range is None else initializer_range),
+            _normal_embedding_fill(1.0 if initializer_range is None else initializer_range),
             0 if split_vocabulary else 1,
         )
         self.reset_parameters()
@@ -150,7 +150,7 @@ class VocabularyEmbedding(DistributedModule):
     ) -> None:
         super().__init__(parallel)
         self.num_embeddings = num_embeddings
-        self.declare("weight", (num_embeddings, embedding_dim), _normal(initializer_range), 0)
+        self.declare("weight", (num_embeddings, embedding_dim), _normal_embedding_fill(initializer_range), 0)
         self.reset_parameters()
 
     def forward(self, ids: Tensor) -> Tensor:
@@ -166,7 +166,7 @@ class ChannelEmbedding(DistributedModule):
     ) -> None:
         super().__init__(parallel)
         dim = 1 if parallel.splits_hidden else None
-        self.declare("weight", (num_embeddings, embedding_dim), _normal(initializer_range), dim)
+        self.declare("weight", (num_embeddings, embedding_dim), _normal_embedding_fill(initializer_range), dim)
         self.reset_parameters()
 
     def forward(self, ids: Tensor) -> Tensor:
@@ -181,7 +181,7 @@ def _look_up_rows(ids: Tensor, rows: Tensor, start: int) -> Tensor:
     return F.embedding(index.masked_fill(outside, 0), rows).masked_fill(outside[..., None], 0.0)
 
 
-def _normal(std: float) -> Callable[[Tensor], object]:
+def _normal_embedding_fill(std: float) -> Callable[[Tensor], object]:
     return lambda block: block.normal_(0.0, std)
 
 

@@ -65,20 +65,20 @@ def explain(steps: Sequence[PipelineStep], links: Sequence[Transfer]) -> Bubble 
     """The parts of the bubble of training steps of one program; None if there is no step. `links[i]` is edge i."""
     if not steps:
         return None
-    typical = _typical(steps)
+    typical = _typical_action_seconds(steps)
     messages = [messages_of(step) for step in steps]
     everything = [message for found in messages for message in found]
-    timed_links = _timed(links, everything)
+    timed_links = _links_as_measured(links, everything)
     bubbles: list[tuple[float, ...]] = []  # of each step, with one part more each time
     for step, found in zip(steps, messages, strict=True):
-        schedule = _schedule(step)
+        schedule = _measured_schedule(step)
         own = {Action(i.op, i.stage, i.microbatch): (end - start) / _SECOND for _, i, start, end in step.computing}
         even = Costs((), (), actions={action: typical[action.op, action.stage] for action in own})
         uneven = Costs((), (), actions=own)
         sent = dataclasses.replace(
-            uneven, bandwidth=_SECOND, sending=_sending(found), receiving=_receiving(found, everything)
+            uneven, bandwidth=_SECOND, sending=_seconds_to_send(found), receiving=_seconds_to_receive(found, everything)
         )
-        whole = dataclasses.replace(sent, between=_between(step))
+        whole = dataclasses.replace(sent, between=_seconds_between_actions(step))
         runs = ((links, even), (links, uneven), (timed_links, sent), (timed_links, whole))
         bubbles.append(tuple(simulate(schedule, by, costs).bubble_fraction for by, costs in runs))
     by_schedule, by_times, by_messages, by_all = map(statistics.median, zip(*bubbles, strict=True))
@@ -86,7 +86,7 @@ def explain(steps: Sequence[PipelineStep], links: Sequence[Transfer]) -> Bubble 
     return Bubble(measured, by_schedule, by_times - by_schedule, by_messages - by_times, by_all - by_messages)
 
 
-def _schedule(step: PipelineStep) -> Schedule:
+def _measured_schedule(step: PipelineStep) -> Schedule:
     """The actions of each rank in the order in which it ran them."""
     ordered = sorted(step.computing, key=lambda span: span[2])
     return tuple(
@@ -95,7 +95,7 @@ def _schedule(step: PipelineStep) -> Schedule:
     )
 
 
-def _typical(steps: Sequence[PipelineStep]) -> dict[tuple[Op, int], float]:
+def _typical_action_seconds(steps: Sequence[PipelineStep]) -> dict[tuple[Op, int], float]:
     """Seconds of F, B and W of each stage: the medians over microbatches and steps."""
     found: dict[tuple[Op, int], list[int]] = {}
     for step in steps:
@@ -104,12 +104,12 @@ def _typical(steps: Sequence[PipelineStep]) -> dict[tuple[Op, int], float]:
     return {key: statistics.median(values) / _SECOND for key, values in found.items()}
 
 
-def _sending(messages: Sequence[Message]) -> float:
+def _seconds_to_send(messages: Sequence[Message]) -> float:
     """Seconds that a rank spends to send a message."""
     return _mean([message.handed_over - message.sent for message in messages])
 
 
-def _receiving(messages: Sequence[Message], more: Sequence[Message]) -> float:
+def _seconds_to_receive(messages: Sequence[Message], more: Sequence[Message]) -> float:
     """Seconds that a rank spends to take a message that is there; of `more` if none of these was there when it was wanted."""
     for some in (messages, more):
         waiting = [message.received - message.receive for message in some if message.receive >= message.handed_over]
@@ -118,7 +118,7 @@ def _receiving(messages: Sequence[Message], more: Sequence[Message]) -> float:
     return 0.0
 
 
-def _between(step: PipelineStep) -> float:
+def _seconds_between_actions(step: PipelineStep) -> float:
     """Seconds that a rank needs for itself after an action."""
     total = 0
     for rank in range(step.num_ranks):
@@ -128,9 +128,9 @@ def _between(step: PipelineStep) -> float:
     return total / len(step.computing) / _SECOND
 
 
-def _timed(links: Sequence[Transfer], messages: Sequence[Message]) -> list[Transfer]:
+def _links_as_measured(links: Sequence[Transfer], messages: Sequence[Message]) -> list[Transfer]:
     """The links with the nanoseconds that their quickest messages are under way in the place of bytes: at a byte a nanosecond."""
-    taking = round(_receiving(messages, ()) * _SECOND)
+    taking = round(_seconds_to_receive(messages, ()) * _SECOND)
     quickest: dict[tuple[int, Op], int] = {}
     for message in messages:
         if message.receive < message.handed_over:

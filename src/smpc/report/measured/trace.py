@@ -47,11 +47,11 @@ def measured_json(plan: Plan | None, records: Sequence[RankRecord]) -> str:
             if step.training and step.program == 0 and span.instruction.op in BUSY
         ]
         shift = (min(computed, default=origin) - origin) / 1e3
-        events = [*_moved(predicted_events(plan, plan_timeline(plan)), shift), *events]
+        events = [*_moved_in_measured_trace(predicted_events(plan, plan_timeline(plan)), shift), *events]
     return trace_json(events, other)
 
 
-def _moved(events: Iterable[dict[str, Any]], shift: float) -> Iterator[dict[str, Any]]:
+def _moved_in_measured_trace(events: Iterable[dict[str, Any]], shift: float) -> Iterator[dict[str, Any]]:
     for event in events:
         yield {**event, "ts": event["ts"] + shift} if "ts" in event else event
 
@@ -80,13 +80,13 @@ def _measured_slices(records: Sequence[RankRecord], origin: int) -> Iterator[dic
                     **where,
                     "ts": start / 1e3,
                     "dur": (span.end - span.start) / 1e3,
-                    "name": _span_name(span.instruction),
+                    "name": _span_name_in_measured_trace(span.instruction),
                     "cat": _CATEGORIES.get(span.instruction.op, "communication"),
                     "args": {"instruction": str(span.instruction), "step": step.step},
                 }
 
 
-def _span_name(instruction: Instruction) -> str:
+def _span_name_in_measured_trace(instruction: Instruction) -> str:
     """As in the predicted step, with the number of the microbatch: `F3`, `RECV 3`."""
     if instruction.op in BUSY:
         return f"{instruction.op}{instruction.microbatch}"

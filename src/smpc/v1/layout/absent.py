@@ -38,7 +38,7 @@ _readers: ContextVar[bool] = ContextVar("smpc_reads_absent_gradients", default=F
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class AbsentPlace:
     """A parameter's name, its shape on its holders, the pipeline ranks of the holders and of this process, and its original class."""
 
     name: str
@@ -101,7 +101,7 @@ class AbsentParameter(Absent, nn.Parameter):
         raise getattr(self, _PLACE).refuse("saving a module or its state dict from this rank")
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
-        place: Place = getattr(self, _PLACE)
+        place: AbsentPlace = getattr(self, _PLACE)
         return f"AbsentParameter({place.name!r}, shape={list(place.shape)}, on pipeline ranks {list(place.holders)})"
 
 
@@ -120,13 +120,13 @@ def empty(parameter: Tensor, shape: torch.Size, device: torch.device) -> Tensor:
 def mark(parameter: Tensor, name: str, shape: torch.Size, holders: tuple[int, ...], rank: int) -> None:
     """Make a parameter absent after its memory was freed."""
     if isinstance(parameter, nn.Parameter) and not isinstance(parameter, Absent):
-        _marked(parameter, Place(name, shape, holders, rank, type(parameter)), AbsentParameter)
+        _marked(parameter, AbsentPlace(name, shape, holders, rank, type(parameter)), AbsentParameter)
 
 
 def unmark(parameter: Tensor) -> None:
     """Give a parameter its class back, before its values are restored."""
     if isinstance(parameter, AbsentParameter):
-        place: Place = vars(parameter).pop(_PLACE)
+        place: AbsentPlace = vars(parameter).pop(_PLACE)
         parameter.__class__ = place.kind  # type: ignore[assignment]
 
 
@@ -140,13 +140,13 @@ def reading_gradients() -> Iterator[None]:
         _readers.reset(token)
 
 
-def place_of(args: Sequence[Any], kwargs: Mapping[str, Any] | None = None) -> Place:
+def place_of(args: Sequence[Any], kwargs: Mapping[str, Any] | None = None) -> AbsentPlace:
     """The record of the first absent tensor among the arguments of a call."""
     pending = [*args, *(kwargs or {}).values()]
     while pending:
         value = pending.pop(0)
         if isinstance(value, Absent):
-            found: Place = getattr(value, _PLACE)
+            found: AbsentPlace = getattr(value, _PLACE)
             return found
         if isinstance(value, (list, tuple)):
             pending = [*value, *pending]
@@ -214,7 +214,7 @@ def _hash(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, An
     return id(args[0])
 
 
-def _marked(tensor: Tensor, place: Place, kind: type[Absent]) -> Any:
+def _marked(tensor: Tensor, place: AbsentPlace, kind: type[Absent]) -> Any:
     tensor.__class__ = kind
     setattr(tensor, _PLACE, place)
     return tensor

@@ -30,13 +30,13 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from smpc.errors import ConfigError, ConfigUnsupportedError, StepError
 from smpc.executor.collectives import TensorGroup
-from smpc.executor.replicas.apart import Apart, ExpertReplicas
+from smpc.executor.replicas.apart import ExpertReplicas, ExpertsApart
 from smpc.executor.replicas.data_parallel import broadcast
 from smpc.executor.replicas.step_hooks import StepHooks
 from smpc.executor.sharded_state import has_hooks
 from smpc.experts.confirm import Confirmed, confirm
 from smpc.experts.dispatch import owned
-from smpc.experts.listed import Block, spread_out
+from smpc.experts.listed import ListedBlock, spread_out
 from smpc.experts.stacked import Options, become_part
 from smpc.experts.structure import Found, Listed, Stacked, find_experts, shared_and_trained
 from smpc.mesh import Axis
@@ -46,7 +46,7 @@ from smpc.v1.layout.placement import Placement
 from smpc.v1.layout.slices import Slices
 from smpc.v1.session.comm import gather_objects
 from smpc.v1.session.state import Session
-from smpc.v1.session.step_errors import describe, raise_first
+from smpc.v1.session.step_errors import describe, raise_first_step_error
 from smpc.v1.session.wait_limits import exchange
 
 _KEY = "expert_parallel_degree"
@@ -63,7 +63,7 @@ class DividedExperts:
         self._session, self._members = session, session.groups[Axis.EP]
         self._group = TensorGroup.of(self._members)
         self._seed = torch.initial_seed()  # of delayed parameters
-        confirmed = _confirmed(module, self._group.size, session)
+        confirmed = _confirmed_in_layout(module, self._group.size, session)
         names = {id(parameter): name for name, parameter in module.named_parameters()}
         self._shapes: dict[str, tuple[Shard, torch.Size]] = {}
         self._parameters: dict[int, nn.Parameter] = {}
@@ -121,9 +121,9 @@ class DividedExperts:
         group = TensorGroup.of(self._session.groups[Axis.EXPERT_DATA])
         return ExpertReplicas(self.held(stages), group, inner, passes, self._group, self._called, in_parts=True)
 
-    def apart(self, stages: Mapping[int, nn.Module], mesh: DeviceMesh) -> Apart:
+    def apart(self, stages: Mapping[int, nn.Module], mesh: DeviceMesh) -> ExpertsApart:
         """The experts of this rank's stages, sharded over the ranks of a mesh that hold the same experts."""
-        return Apart(self._modules, tuple(self.held(stages)), mesh, self._session.groups[Axis.EXPERT_DATA])
+        return ExpertsApart(self._modules, tuple(self.held(stages)), mesh, self._session.groups[Axis.EXPERT_DATA])
 
     def alike(self, trace: Trace) -> Trace:
         """A recorded trace as all ranks of the group have it: without the rows of experts that are wholly on one of them."""
@@ -148,7 +148,7 @@ class DividedExperts:
         """
         found = self._gather((describe(failure), (step_name, trains)))
         try:
-            raise_first([error for error, _ in found], failure)
+            raise_first_step_error([error for error, _ in found], failure)
         except Exception as error:
             return error
         if len({asked for _, asked in found}) == 1:
@@ -194,9 +194,9 @@ class DividedExperts:
 
 @dataclass(frozen=True, slots=True)
 class _Called:
-    """See `smpc.executor.replicas.apart.Called`: for blocks whose experts are modules of their own."""
+    """See `smpc.executor.replicas.apart.CalledExperts`: for blocks whose experts are modules of their own."""
 
-    blocks: tuple[Block, ...]
+    blocks: tuple[ListedBlock, ...]
 
     def parameters(self) -> set[int]:
         """The parameters of the experts that this rank's tokens have called, by identity."""
@@ -232,13 +232,13 @@ def _wholly(found: Listed, group: TensorGroup) -> Iterator[tuple[nn.Parameter, r
             yield parameter, range(rows) if expert in mine else range(rows, rows)
 
 
-def _confirmed(module: nn.Module, degree: int, session: Session) -> list[Confirmed | Listed]:
+def _confirmed_in_layout(module: nn.Module, degree: int, session: Session) -> list[Confirmed | Listed]:
     """The experts to cut. Raises an error if there are none, and for experts that cannot be divided."""
-    uses = _uses(module)
+    uses = _uses_of_expert_parameters(module)
     cuttable: list[Confirmed | Listed] = []
     refused, whole = [], []
     for one in find_experts(module):
-        reason = _unsuited(one, degree, uses, session.is_sharded)
+        reason = _unsuited_in_layout(one, degree, uses, session.is_sharded)
         outcome = reason or (confirm(one) if isinstance(one, Stacked) else one)
         if not isinstance(outcome, str):
             cuttable.append(outcome)
@@ -263,7 +263,7 @@ def _confirmed(module: nn.Module, degree: int, session: Session) -> list[Confirm
     return cuttable
 
 
-def _unsuited(found: Found, degree: int, uses: Mapping[int, int], in_parts: bool) -> str | None:
+def _unsuited_in_layout(found: Found, degree: int, uses: Mapping[int, int], in_parts: bool) -> str | None:
     """Why experts cannot be cut, independent of what they compute. `in_parts`: a rank's experts will be sharded."""
     if found.num_experts % degree:
         return f"expected a number of experts that {degree} divides, found {found.num_experts}"
@@ -292,7 +292,7 @@ def _unsuited(found: Found, degree: int, uses: Mapping[int, int], in_parts: bool
     return None
 
 
-def _uses(module: nn.Module) -> dict[int, int]:
+def _uses_of_expert_parameters(module: nn.Module) -> dict[int, int]:
     """How many modules hold each parameter."""
     found: dict[int, int] = {}
     for parameter in _places(module.modules()):

@@ -45,7 +45,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from smpc.config import Config
 from smpc.errors import ConfigError, ConfigUnsupportedError, UsageError
 from smpc.executor import StageReplicas
-from smpc.executor.replicas.apart import Apart
+from smpc.executor.replicas.apart import ExpertsApart
 from smpc.executor.replicas.fully_shard import ModuleShards, StageShards
 from smpc.executor.replicas.step_hooks import StepHooks
 from smpc.mesh import Axis
@@ -58,7 +58,7 @@ from smpc.v1.session.wait_limits import exchange
 from smpc.v1.steps.context import StepContext
 
 
-def units_to_keep(module: nn.Module, config: Config, apart: Apart | None) -> list[Unit]:
+def units_to_keep(module: nn.Module, config: Config, apart: ExpertsApart | None) -> list[Unit]:
     """The units of a model, and how long each stays whole. The parameters in `apart` form units inside the blocks."""
     inner = [] if apart is None else apart.units(module)
     taken = {unit.name for unit in inner}

@@ -35,7 +35,7 @@ from smpc.v1.model.checks import check_cut
 from smpc.v1.session.control import Control
 from smpc.v1.session.skipped_calls import Whereabouts
 from smpc.v1.session.state import state
-from smpc.v1.session.step_errors import describe, raise_everywhere
+from smpc.v1.session.step_errors import describe, raise_error_on_all_ranks
 from smpc.v1.state_dicts.local import PARTIAL, IncompatibleKeys, ModelState
 from smpc.v1.steps.arguments import map_tensors
 from smpc.v1.steps.context import StepContext
@@ -112,7 +112,7 @@ class StateExchange:
             description, result = control.broadcast_object((describe(failure), result), 0)
             control.acknowledge(0)
         if description is not None:
-            raise_everywhere(description, failure)
+            raise_error_on_all_ranks(description, failure)
         return result
 
     def to_cpu(self, move: Callable[[], object]) -> None:

@@ -75,7 +75,7 @@ def _clip_grad_norm(original: Callable[..., Any]) -> Callable[..., Any]:
         if torch.compiler.is_compiling():
             return original(parameters, max_norm, norm_type, error_if_nonfinite, foreach)
         parameters, given = _listed_parameters(parameters)
-        with _acting(given, "clip_grad_norm_"):
+        with _clipped_model_acting(given, "clip_grad_norm_"):
             if _is_ours("clip_grad_norm_", given):
                 return clip_model(given, float(max_norm), float(norm_type), error_if_nonfinite)
         return original(parameters, max_norm, norm_type, error_if_nonfinite, foreach)
@@ -109,7 +109,7 @@ def _clips_elements(original: Callable[..., Any]) -> Callable[..., Any]:
         if torch.compiler.is_compiling():
             return original(parameters, *args, **kwargs)
         parameters, given = _listed_parameters(parameters)
-        with _acting(given, name):
+        with _clipped_model_acting(given, name):
             optimizer = state.optimizer
             refused = optimizer is not None and optimizer.has_taken_or_scales and _is_ours(name, given)
         if refused:
@@ -186,7 +186,7 @@ def _parameter_of(tensor: Tensor) -> Tensor:
     return tensor if state.optimizer is None else state.optimizer.parameter_of(tensor)
 
 
-def _acting(given: list[Tensor], what: str) -> contextlib.AbstractContextManager[None]:
+def _clipped_model_acting(given: list[Tensor], what: str) -> contextlib.AbstractContextManager[None]:
     """In this context the tensors' model is the acting one."""
     return state.acting(state.script_with(given, what))
 

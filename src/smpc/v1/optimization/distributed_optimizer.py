@@ -44,7 +44,7 @@ from smpc.optimizers.gradients import check_finite, clip_by, norm_of
 from smpc.sharding.tensors import as_state_of
 from smpc.v1.layout.absent import AbsentParameter, reading_gradients
 from smpc.v1.model.distributed_model import DistributedModel
-from smpc.v1.optimization.equal_optimizers import Agreement
+from smpc.v1.optimization.equal_optimizers import OptimizerAgreement
 from smpc.v1.optimization.fused import FusedLamb, FusedNovoGrad, SessionNormGroups
 from smpc.v1.optimization.loss_scale import LossScaler, make_scaler, refuse_torchs_scaler
 from smpc.v1.optimization.sharded import ShardedNames, Shards, max_norm
@@ -515,14 +515,14 @@ def _make_shards() -> tuple[Shards | None, Control | None]:
     return Shards(state.session), control
 
 
-def _make_agreement() -> Agreement | None:
+def _make_agreement() -> OptimizerAgreement | None:
     """Compares the optimizers of all ranks; None if there is one rank."""
     session = state.current
     state.num_optimizers += 1
     if session is None or session.monitor is None:
         return None
     mesh, store = session.mesh, PrefixStore(f"optimizer{state.num_optimizers}", session.monitor.store)
-    return Agreement(store, session.rank, mesh.world_size, mesh.pp_rank(session.rank))
+    return OptimizerAgreement(store, session.rank, mesh.world_size, mesh.pp_rank(session.rank))
 
 
 def _watched(what: str) -> contextlib.AbstractContextManager[None]:

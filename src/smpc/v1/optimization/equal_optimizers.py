@@ -39,7 +39,7 @@ class Group:
 
 
 @dataclass(frozen=True, slots=True)
-class Description:
+class OptimizerDescription:
     """`stage`: the pipeline rank whose parameters alone may be listed; -1 if all are."""
 
     name: str
@@ -49,7 +49,7 @@ class Description:
     @classmethod
     def of(
         cls, optimizer: Optimizer, names: Mapping[int, str], parameter_of: Callable[[Tensor], Tensor], stage: int
-    ) -> Description:
+    ) -> OptimizerDescription:
         """`names`: of the module's parameters by id. `parameter_of`: the parameter of a master or a part."""
         groups = tuple(
             Group(
@@ -68,14 +68,16 @@ class Description:
         return json.dumps(asdict(self), sort_keys=True)
 
     @classmethod
-    def read(cls, payload: bytes) -> Description:
+    def read(cls, payload: bytes) -> OptimizerDescription:
         """The inverse of `to_json`."""
         fields = json.loads(payload)
         groups = tuple(Group(dict(group["options"]), tuple(group["parameters"])) for group in fields["groups"])
         return cls(str(fields["name"]), groups, int(fields["stage"]))
 
 
-def differences(first: Description, other: Description, owners: tuple[str, str]) -> list[str]:
+def optimizer_differences(
+    first: OptimizerDescription, other: OptimizerDescription, owners: tuple[str, str]
+) -> list[str]:
     """The differences between two optimizers, a line each."""
     mine, theirs = owners
     if first.name != other.name:
@@ -100,7 +102,9 @@ def differences(first: Description, other: Description, owners: tuple[str, str])
     return lines
 
 
-def _differences_of_stages(first: Description, other: Description, owners: tuple[str, str]) -> list[str]:
+def _differences_of_stages(
+    first: OptimizerDescription, other: OptimizerDescription, owners: tuple[str, str]
+) -> list[str]:
     options = {name: group.options for group in first.groups for name in group.parameters}
     lines = []
     for group in other.groups:
@@ -130,7 +134,7 @@ def _setting_as_text(value: Any) -> str:
     return f"{type(value).__module__}.{type(value).__qualname__}"  # its address says nothing
 
 
-class Agreement:
+class OptimizerAgreement:
     """One rank's part, for one optimizer. `store`: of this session's ranks."""
 
     def __init__(self, store: Store, rank: int, num_ranks: int, stage: int) -> None:
@@ -143,7 +147,7 @@ class Agreement:
     ) -> None:
         """Report this rank's optimizer. `is_cut`: the module has been partitioned before the optimizer was made."""
         names = {id(parameter): name for name, parameter in module.named_parameters()}
-        description = Description.of(optimizer, names, parameter_of, self._stage if is_cut else -1)
+        description = OptimizerDescription.of(optimizer, names, parameter_of, self._stage if is_cut else -1)
         text = description.to_json()
         digest = hashlib.sha256(text.encode()).hexdigest()
         if digest != self._told:
@@ -163,8 +167,8 @@ class Agreement:
         odd = [rank for rank in there if digests[rank] != digests[first]]
         lines = []
         for rank in odd[:2]:
-            described = [Description.read(self._store.get(f"{_WHOLE}/{each}")) for each in (first, rank)]
-            lines += differences(described[0], described[1], (f"rank {first}", f"rank {rank}"))
+            described = [OptimizerDescription.read(self._store.get(f"{_WHOLE}/{each}")) for each in (first, rank)]
+            lines += optimizer_differences(described[0], described[1], (f"rank {first}", f"rank {rank}"))
         if lines:
             more = [f"and {len(lines) - _MANY} more"] if len(lines) > _MANY else []
             raise ConfigError(

@@ -79,7 +79,7 @@ _SHARE = 1024  # nor are those that are less than this part of what each owner g
 
 
 @dataclass(frozen=True, slots=True)
-class Lot:
+class ShardedLot:
     """What is dealt out; see the module's docstring."""
 
     size: int
@@ -101,7 +101,7 @@ class Cut:
     stop: int = 0
 
 
-def deal(lots: Sequence[Lot], loads: list[int]) -> list[tuple[Cut, ...]]:
+def deal(lots: Sequence[ShardedLot], loads: list[int]) -> list[tuple[Cut, ...]]:
     """The owners of each lot, in order of rows. `loads` of the owners are brought up to date."""
     share = (sum(loads) + sum(lot.size for lot in lots)) // len(loads)
     large = [i for i, lot in enumerate(lots) if lot.may_be_cut and lot.size >= max(_SMALLEST, share // _SHARE)]
@@ -120,13 +120,13 @@ def deal(lots: Sequence[Lot], loads: list[int]) -> list[tuple[Cut, ...]]:
     return [found[i] for i in range(len(lots))]
 
 
-def _least(lot: Lot, loads: list[int]) -> Cut:
+def _least(lot: ShardedLot, loads: list[int]) -> Cut:
     owner = min(range(len(loads)), key=lambda owner: (loads[owner], owner))
     loads[owner] += lot.size
     return Cut(owner, 0, lot.rows)
 
 
-def _fill_owners(lots: Sequence[Lot], large: Sequence[int], loads: list[int]) -> dict[int, tuple[Cut, ...]]:
+def _fill_owners(lots: Sequence[ShardedLot], large: Sequence[int], loads: list[int]) -> dict[int, tuple[Cut, ...]]:
     """Owners one after the other, each up to the level that those left can reach together."""
     found: dict[int, list[Cut]] = {i: [] for i in large}
     left = sum(lots[i].size for i in large)
@@ -137,7 +137,7 @@ def _fill_owners(lots: Sequence[Lot], large: Sequence[int], loads: list[int]) ->
         while queue and (room > 0 or is_last):
             i, start = queue.pop(0)
             stop = lots[i].rows if is_last else _stop(lots[i], start, room)
-            size = _bytes(lots[i], start, stop)
+            size = _bytes_of_sharded_lot(lots[i], start, stop)
             if stop > start:
                 found[i].append(Cut(owner, start, stop))
                 loads[owner] += size
@@ -149,14 +149,14 @@ def _fill_owners(lots: Sequence[Lot], large: Sequence[int], loads: list[int]) ->
     return {i: tuple(cuts) for i, cuts in found.items()}
 
 
-def _stop(lot: Lot, start: int, room: int) -> int:
+def _stop(lot: ShardedLot, start: int, room: int) -> int:
     """Where to cut, so that the rows from `start` on fill the room as closely as possible."""
     granules = (room * lot.rows / lot.size) / lot.granule
     stop = start + round(granules) * lot.granule
     return lot.rows if lot.rows - stop < lot.granule else stop
 
 
-def _bytes(lot: Lot, start: int, stop: int) -> int:
+def _bytes_of_sharded_lot(lot: ShardedLot, start: int, stop: int) -> int:
     return lot.size * stop // lot.rows - lot.size * start // lot.rows
 
 
@@ -192,16 +192,16 @@ class Entry:
     rows: int = 0
     dim: int = 0
 
-    def lot(self) -> Lot:
+    def lot(self) -> ShardedLot:
         """The parameters as lots."""
         if self.rows < 2 or not self.size:
-            return Lot(self.size)
+            return ShardedLot(self.size)
         width = math.prod(size for dim, size in enumerate(self.parameter.shape) if dim != self.dim)
         for vector in _VECTORS if self.dim == 0 else ():
             granule = vector // math.gcd(vector, width)
             if granule * 256 <= self.rows or granule == 1:
-                return Lot(self.size, self.rows, granule)
-        return Lot(self.size, self.rows)
+                return ShardedLot(self.size, self.rows, granule)
+        return ShardedLot(self.size, self.rows)
 
     def range_of(self, cut: Cut) -> Range:
         """The rows of this rank's tensor for a cut."""

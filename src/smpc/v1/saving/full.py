@@ -43,10 +43,10 @@ from smpc.checkpoint import (
 )
 from smpc.checkpoint.folder.folders import check_tag, mark
 from smpc.checkpoint.format.regular import printable
-from smpc.checkpoint.sources.renamed_source import Canonical, Computed, Named, View
+from smpc.checkpoint.sources.renamed_source import CanonicalSource, ComputedSource, RenamedSource, SourceView
 from smpc.checkpoint.sources.sources import SAVE, Source
 from smpc.errors import CheckpointError
-from smpc.nn.state_format import Format
+from smpc.nn.state_format import StateFormat
 from smpc.v1.model.distributed_model import DistributedModel
 from smpc.v1.saving.full_folder import CONTENT, MARKER, Identity, identity_of, next_number, target_of
 from smpc.v1.saving.hugging_face import Theirs, format_of, is_hugging_face, readings, texts_of
@@ -168,7 +168,7 @@ class ModelSaving:
             rename = as_theirs or (lambda source: source)
             return lambda source, file: write_archive_of(rename(source), file, aliases=self._aliases, **options)
         if as_theirs is None:
-            return lambda source, file: write_file_of(Named(source, self._aliases), file, **options)
+            return lambda source, file: write_file_of(RenamedSource(source, self._aliases), file, **options)
         texts = texts_of(self._module)
         return lambda source, folder: write_folder(as_theirs(source), folder, files=texts, **options)
 
@@ -213,7 +213,7 @@ def opened_model(
 
         def compare() -> None:
             if translate is not None:
-                opened[0] = Computed(opened[0], translate)
+                opened[0] = ComputedSource(opened[0], translate)
             opened[0] = _renamed(opened[0], model)
             _check_full(opened[0], model, strict, target)
 
@@ -254,7 +254,7 @@ def _renamed(source: Source, model: DistributedModel) -> Source:
         elif found not in names or item.name == found:
             names[found] = item.name
     wanted = {*names.values(), *left}
-    return Canonical(View(source, [item for item in source.items if item.name in wanted]), names)
+    return CanonicalSource(SourceView(source, [item for item in source.items if item.name in wanted]), names)
 
 
 def _check_full(source: Source, model: DistributedModel, strict: bool, target: str) -> None:
@@ -300,7 +300,7 @@ def _fill_model(source: Source, model: DistributedModel) -> None:
     model.checkpoint_state.loaded_in_parts()
 
 
-def _format_of(module: nn.Module) -> Format | None:
+def _format_of(module: nn.Module) -> StateFormat | None:
     try:
         return format_of(module)
     except CheckpointError:

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from smpc.checkpoint import Root, read_file, standing
-from smpc.checkpoint.folder.folders import check_whole, last_of, read_marker, wrong_marker
+from smpc.checkpoint.folder.folders import check_whole, last_in_folder, read_marker, wrong_marker
 from smpc.checkpoint.format.manifest import NAME, is_plain_name
 from smpc.checkpoint.format.regular import is_file, printable
 from smpc.checkpoint.format.tensorfile import is_tensorfile
@@ -106,7 +106,7 @@ def newest(path: str) -> str | None:
             f"{os.path.join(path, MARKER)} names {marked!r}, which is not there; ask for one by its tag", stacklevel=4
         )
         return None
-    last = last_of(complete, marked)
+    last = last_in_folder(complete, marked)
     if marked != last:
         warnings.warn(wrong_marker(path, MARKER, marked, last), stacklevel=4)
     return last

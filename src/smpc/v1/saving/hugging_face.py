@@ -27,11 +27,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from smpc.checkpoint.sources.renamed_source import View
-from smpc.checkpoint.sources.sources import Item, Source
+from smpc.checkpoint.sources.renamed_source import SourceView
+from smpc.checkpoint.sources.sources import Source, SourceItem
 from smpc.errors import CheckpointError
 from smpc.nn.huggingface.families import FAMILIES
-from smpc.nn.state_format import Format, Rule
+from smpc.nn.state_format import FormatRule, StateFormat
 
 
 def is_hugging_face(module: nn.Module) -> bool:
@@ -54,15 +54,15 @@ def texts_of(module: nn.Module) -> dict[str, str]:
     return texts
 
 
-def format_of(module: nn.Module) -> Format | None:
+def format_of(module: nn.Module) -> StateFormat | None:
     """The rules between ours and theirs; None if they are the same. Raises CheckpointError if none lead from one to the other."""
     found: Any = module
     with torch.device("meta"):
         theirs = set(type(found)(found.config).state_dict())
-    ours = [Item("model", name, value.dtype, tuple(value.shape)) for name, value in _tensors(module)]
+    ours = [SourceItem("model", name, value.dtype, tuple(value.shape)) for name, value in _tensors(module)]
     if {item.name for item in ours} == theirs:
         return None
-    formats: list[Format] = [family.installed for family in FAMILIES.values()]
+    formats: list[StateFormat] = [family.installed for family in FAMILIES.values()]
     for form in formats:
         if {made.item.name for made in _to_hugging_face(ours, form)} == {
             name for name in theirs if not form.forgets(name)
@@ -76,12 +76,12 @@ def format_of(module: nn.Module) -> Format | None:
 class _Made:
     """A tensor, and how it is made from a source's tensors: `names`, all in the dtype of the first."""
 
-    item: Item
+    item: SourceItem
     names: tuple[str, ...]
     make: Callable[[list[Tensor]], Tensor]
 
 
-class _Translated(View):
+class _Translated(SourceView):
     """A source whose tensors are made of another's."""
 
     def __init__(self, source: Source, made: Iterator[_Made]) -> None:
@@ -90,7 +90,7 @@ class _Translated(View):
         self._from = {item.name: item for item in source.items if item.kind == "model"}
         self.items = [each.item for each in self._made.values()]
 
-    def read(self, item: Item) -> Tensor:
+    def read(self, item: SourceItem) -> Tensor:
         """See Source."""
         made = self._made[item.name]
         return made.make([self.source.read(self._from[name]) for name in made.names]).contiguous()
@@ -99,27 +99,27 @@ class _Translated(View):
 class Theirs(_Translated):
     """A source of ours as Hugging Face's."""
 
-    def __init__(self, source: Source, form: Format) -> None:
+    def __init__(self, source: Source, form: StateFormat) -> None:
         super().__init__(source, _to_hugging_face([item for item in source.items if item.kind == "model"], form))
 
 
 class Ours(_Translated):
     """A source of Hugging Face's as ours."""
 
-    def __init__(self, source: Source, form: Format) -> None:
+    def __init__(self, source: Source, form: StateFormat) -> None:
         super().__init__(source, _from_hugging_face([item for item in source.items if item.kind == "model"], form))
 
 
 class _InModel(_Translated):
     """A source of files of save_pretrained by the names in the model."""
 
-    def __init__(self, source: Source, form: Format) -> None:
+    def __init__(self, source: Source, form: StateFormat) -> None:
         items = [item for item in source.items if item.kind == "model"]
         made = (_Made(_like(item, form.in_model(item.name), item.shape), (item.name,), _alone) for item in items)
         super().__init__(source, made)
 
 
-def readings(source: Source, form: Format | None) -> Iterator[Source]:
+def readings(source: Source, form: StateFormat | None) -> Iterator[Source]:
     """The source as it is, then other readings of it; `form`: the rules between theirs and ours, if they differ."""
     seen: dict[tuple[str, ...], None] = {}
     written = [_InModel(source, family.installed) for family in FAMILIES.values() if family.installed.in_files]
@@ -132,7 +132,7 @@ def readings(source: Source, form: Format | None) -> Iterator[Source]:
                 yield Ours(reading, form)
 
 
-def _to_hugging_face(items: list[Item], form: Format) -> Iterator[_Made]:
+def _to_hugging_face(items: list[SourceItem], form: StateFormat) -> Iterator[_Made]:
     """Tensors under the names of Hugging Face."""
     for prefix, layer in _layers(items, form):
         used: dict[str, None] = {}
@@ -145,7 +145,7 @@ def _to_hugging_face(items: list[Item], form: Format) -> Iterator[_Made]:
         yield from (_Made(item, (item.name,), _alone) for name, item in layer.items() if name not in used)
 
 
-def _from_hugging_face(items: list[Item], form: Format) -> Iterator[_Made]:
+def _from_hugging_face(items: list[SourceItem], form: StateFormat) -> Iterator[_Made]:
     """Tensors under the names of distributed layers."""
     for prefix, layer in _layers(items, form):
         known = {rule.theirs: rule for rule in form.rules_of(list(layer))} if prefix is not None else {}
@@ -156,16 +156,16 @@ def _from_hugging_face(items: list[Item], form: Format) -> Iterator[_Made]:
                 yield _Made(item, (item.name,), _alone)
 
 
-def _parts(item: Item, prefix: str, rule: Rule) -> Iterator[_Made]:
+def _parts(item: SourceItem, prefix: str, rule: FormatRule) -> Iterator[_Made]:
     shape = rule.part_shape(item.shape)
     for index, own in enumerate(rule.ours):
         yield _Made(_like(item, f"{prefix}{own}", shape), (item.name,), functools.partial(_part, rule, index))
 
 
-def _layers(items: list[Item], form: Format) -> Iterator[tuple[str | None, dict[str, Item]]]:
+def _layers(items: list[SourceItem], form: StateFormat) -> Iterator[tuple[str | None, dict[str, SourceItem]]]:
     """The tensors of each layer, by their names in it, with the layer's prefix; None and the tensors outside layers."""
     pattern = re.compile(rf"((?:.*?\.)??{form.container}\.\d+\.)(.*)")
-    layers: dict[str | None, dict[str, Item]] = {None: {}}
+    layers: dict[str | None, dict[str, SourceItem]] = {None: {}}
     for item in items:
         match = pattern.fullmatch(item.name)
         prefix, name = (None, item.name) if match is None else (match[1], match[2])
@@ -173,7 +173,7 @@ def _layers(items: list[Item], form: Format) -> Iterator[tuple[str | None, dict[
     yield from layers.items()
 
 
-def _part(rule: Rule, index: int, whole: list[Tensor]) -> Tensor:
+def _part(rule: FormatRule, index: int, whole: list[Tensor]) -> Tensor:
     return rule.part(whole[0], index)
 
 
@@ -181,11 +181,11 @@ def _alone(tensors: list[Tensor]) -> Tensor:
     return tensors[0]
 
 
-def _like(item: Item, name: str, shape: tuple[int, ...]) -> Item:
-    return Item(item.kind, name, item.dtype, shape)
+def _like(item: SourceItem, name: str, shape: tuple[int, ...]) -> SourceItem:
+    return SourceItem(item.kind, name, item.dtype, shape)
 
 
-def _names(items: list[Item]) -> tuple[str, ...]:
+def _names(items: list[SourceItem]) -> tuple[str, ...]:
     return tuple(item.name for item in items)
 
 

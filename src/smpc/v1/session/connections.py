@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import Store, _get_default_store
 
 from smpc.executor.transport import GlooTransport, NcclTransport, Transport
-from smpc.launch.store import of_job
+from smpc.launch.store import store_of_job
 from smpc.mesh import Axis
 from smpc.v1.session.control import Control
 from smpc.v1.session.state import Session
@@ -26,7 +26,7 @@ _PATIENCE = datetime.timedelta(days=7)
 
 def job_store() -> Store:
     """The job's store on a connection of its own, for the watcher thread; its launcher knows its keys."""
-    return of_job(_get_default_store()).clone()  # type: ignore[attr-defined,no-any-return]
+    return store_of_job(_get_default_store()).clone()  # type: ignore[attr-defined,no-any-return]
 
 
 def make_control(session: Session) -> Control:

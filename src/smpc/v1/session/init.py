@@ -40,7 +40,7 @@ from smpc.executor.failure.processes import Process
 from smpc.executor.failure.start import Phase
 from smpc.executor.host_memory.freed_memory import keep_freed_memory
 from smpc.executor.measure.link_measurement import clock_offset
-from smpc.launch.store import of_job
+from smpc.launch.store import store_of_job
 from smpc.mesh import Axis, Mesh
 from smpc.mesh.device_mesh import make_groups
 from smpc.nn.parallel import TensorParallel, set_parallel
@@ -232,7 +232,7 @@ def _meet_ranks(launch: Launch, config: Config) -> Store:
 
 def _clone(store: Store) -> Store:
     """The job's store on a connection of its own, for the watcher thread; its launcher knows its keys."""
-    found: Store = of_job(store).clone()  # type: ignore[attr-defined]
+    found: Store = store_of_job(store).clone()  # type: ignore[attr-defined]
     return found
 
 

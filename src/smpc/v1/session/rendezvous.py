@@ -17,10 +17,10 @@ import time
 from torch._C._distributed_c10d import PrefixStore, Store
 
 from smpc.errors import ConfigError, PeerError, TransportError
-from smpc.launch.store import job_store, of_job
+from smpc.launch.store import job_store, store_of_job
 from smpc.places import Launch
 from smpc.v1.session.state import state
-from smpc.v1.session.wait_limits import ended
+from smpc.v1.session.wait_limits import ranks_that_ended
 
 _HERE = "smpc_here"  # store key: which processes have called smp.init
 _MANY = 8
@@ -65,13 +65,13 @@ def await_all(store: Store, launch: Launch, timeout: datetime.timedelta) -> None
             "each process of the job a RANK of its own, and start every job with a MASTER_PORT of its own"
         )
     missing = list(range(launch.world_size))
-    launcher, started = of_job(store), time.monotonic()
+    launcher, started = store_of_job(store), time.monotonic()
     while True:
         while missing and store.check([f"{_HERE}/{missing[0]}"]):
             del missing[0]
         if not missing:
             return
-        gone_early = ended(launcher)
+        gone_early = ranks_that_ended(launcher)
         waited = time.monotonic() - started
         if gone_early or waited > timeout.total_seconds():
             missing = [rank for rank in missing if not store.check([f"{_HERE}/{rank}"])]

@@ -89,7 +89,7 @@ class Script:
         self.scaler: Any = None  # the smp.amp.GradScaler
 
 
-class Scripts:
+class ScriptModels:
     """One for each model. Code for one of them runs with that one `acting`; by default the first one acts."""
 
     def __init__(self) -> None:
@@ -205,7 +205,7 @@ class ModuleManager:
         self.translate_functions += [(form.to_hf, form.to_smdistributed) for form in formats_in(module)]
 
 
-class _Numbered(Scripts):
+class _Numbered(ScriptModels):
     """Attributes of `smp.state_mod.state` that scripts read beside the configuration."""
 
     session: Any

@@ -24,7 +24,7 @@ from smpc.errors import (
     TraceError,
     VerificationError,
 )
-from smpc.executor.failure.processes import Report
+from smpc.executor.failure.processes import ProcessReport
 from smpc.launch.worker import write_report
 
 Description = tuple[str, str, str | None]  # class name, text, the line of the script that it comes from
@@ -33,7 +33,7 @@ AGREED = (StepError, TraceError, PartitionError, CodegenError, ConfigError, Veri
 _LIBRARIES = ("smpc", "torch")
 
 
-def tell_launcher(report: Report) -> None:
+def tell_launcher(report: ProcessReport) -> None:
     """Leave the report of a failure that ends this process from outside for `smpc run`, if that has started it."""
     write_report(report.headline, report.text, report.rank)
 
@@ -48,7 +48,7 @@ def describe(error: BaseException | None) -> Description | None:
     return PeerError.__name__, f"another rank failed first; its report:\n{report}", None
 
 
-def raise_everywhere(description: Description, own: BaseException | None) -> NoReturn:
+def raise_error_on_all_ranks(description: Description, own: BaseException | None) -> NoReturn:
     """Raise the error of a step on this rank: its own if it has one, else the described one of another rank."""
     if own is not None:
         raise own
@@ -61,11 +61,11 @@ def raise_everywhere(description: Description, own: BaseException | None) -> NoR
     raise error
 
 
-def raise_first(descriptions: list[Description | None], own: BaseException | None) -> None:
+def raise_first_step_error(descriptions: list[Description | None], own: BaseException | None) -> None:
     """Raise if any rank has an error: its own, else the lowest rank's."""
     for description in descriptions:
         if description is not None:
-            raise_everywhere(description, own)
+            raise_error_on_all_ranks(description, own)
 
 
 def user_part(trace: TracebackType | None) -> TracebackType | None:

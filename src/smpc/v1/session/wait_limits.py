@@ -44,12 +44,12 @@ def make_monitor(store: Store, config: Config, mesh: Mesh, rank: int, session: i
         reduces=mesh.dp_size > 1,
         on_end=tell_launcher,
         start_timeout=config.start_timeout,
-        ended=lambda: ended(store),
+        ended=lambda: ranks_that_ended(store),
         session=session,
     )
 
 
-def ended(launcher: Store) -> Sequence[int]:
+def ranks_that_ended(launcher: Store) -> Sequence[int]:
     """The ranks that have ended with status 0, if a launcher reports them."""
     told = launcher.get(ENDED).decode() if launcher.check([ENDED]) else ""
     return [int(number) for number in told.split(",") if number.isdecimal()]

@@ -24,7 +24,7 @@ from smpc.checkpoint.format.regular import printable
 from smpc.checkpoint.stateful import Held, held
 from smpc.errors import CheckpointError
 from smpc.nn.parallel import Shard
-from smpc.sharding.tensors import local, own_part, whole
+from smpc.sharding.tensors import local, own_part_of_sharded, whole
 from smpc.v1.layout.placement import Placement
 from smpc.v1.layout.slices import Slices, place
 from smpc.v1.session.control import Control
@@ -38,7 +38,7 @@ from smpc.v1.state_dicts.hooks import (
     finish,
     forgives,
 )
-from smpc.v1.state_dicts.merge import Item, fill, merge, stream, survey
+from smpc.v1.state_dicts.merge import MergedItem, fill, merge, stream, survey
 
 __all__ = ["PARTIAL", "IncompatibleKeys", "ModelState"]
 
@@ -68,7 +68,7 @@ class ModelState:
         left = changing(self._module, loading=False)
         if left:
             warnings.warn(
-                f"{_listed(left)}: state-dict hooks after saving do not run on a partial state dict, which is not theirs to change; "
+                f"{_listed_keys(left)}: state-dict hooks after saving do not run on a partial state dict, which is not theirs to change; "
                 "state_dict() runs them",
                 stacklevel=3,
             )
@@ -177,7 +177,7 @@ class ModelState:
         values = _without_mark(given.values)
         # If hooks may forgive missing keys, they run afterwards, as in torch.
         asks = strict and forgives(self._module)
-        items = {key: Item.of(value) for key, value in values.items()}
+        items = {key: MergedItem.of(value) for key, value in values.items()}
         found = self._check(items, strict, entries=entries.values, allows_keys=asks)
         names = self._names()
         with torch.no_grad():
@@ -186,7 +186,7 @@ class ModelState:
                     self._set_extra(key, values[key])
                 else:
                     part = self._slices.own_part(names[id(target)], values[key], target.shape)
-                    local(target).copy_(own_part(target, part))
+                    local(target).copy_(own_part_of_sharded(target, part))
         result = after_loading(self._module, entries, *found, given)
         if asks or any((*given.missing.values(), *given.unexpected.values())):
             self._refuse_keys(result, strict)
@@ -209,13 +209,13 @@ class ModelState:
     def load_own_part(self, part: Mapping[str, Any], *, strict: bool) -> IncompatibleKeys:
         """Load a partial state dict that was saved by this rank under the same partition."""
         given = _without_mark(part)
-        result = self._check({key: Item.of(value) for key, value in given.items()}, strict, only_own=True)
+        result = self._check({key: MergedItem.of(value) for key, value in given.items()}, strict, only_own=True)
         with torch.no_grad():
             for key, target in self._targets(given).items():
                 if target is None:
                     self._set_extra(key, given[key])
                 else:
-                    local(target).copy_(own_part(target, given[key]))
+                    local(target).copy_(own_part_of_sharded(target, given[key]))
         self.loaded_in_parts()
         return result
 
@@ -234,7 +234,7 @@ class ModelState:
                     if key not in wholes:
                         wholes = {key: torch.empty(target.shape, dtype=value.dtype)}
                     fill(wholes[key], self._slices.get(names[id(target)]), piece, value)
-                    local(target).copy_(own_part(target, wholes[key]))
+                    local(target).copy_(own_part_of_sharded(target, wholes[key]))
                 elif target is not None and piece is not None:
                     fill(target, self._slices.get(names[id(target)]), piece, value)
                 elif key in targets:
@@ -248,7 +248,7 @@ class ModelState:
         left = changing(self._module, loading=True)
         if left:
             warnings.warn(
-                f"{_listed(left)}: register_load_state_dict_pre_hook was not heeded, as no "
+                f"{_listed_keys(left)}: register_load_state_dict_pre_hook was not heeded, as no "
                 "rank has the whole state dict that the hook is for; load a full one with load_state_dict if it is needed",
                 stacklevel=3,
             )
@@ -286,7 +286,7 @@ class ModelState:
 
     def _check(
         self,
-        items: Mapping[str, Item],
+        items: Mapping[str, MergedItem],
         strict: bool,
         *,
         only_own: bool = False,
@@ -318,7 +318,7 @@ class ModelState:
             )
         return IncompatibleKeys(missing, unexpected)
 
-    def _mismatch(self, key: str, own: Tensor, name: str, item: Item, strict: bool, only_own: bool) -> list[str]:
+    def _mismatch(self, key: str, own: Tensor, name: str, item: MergedItem, strict: bool, only_own: bool) -> list[str]:
         if not item.is_tensor:
             return [f"{printable(key)}: expected a tensor, found {type(item.value).__name__}"]
         shape: tuple[int, ...] = tuple(self._placement.shape(name))
@@ -348,7 +348,7 @@ class ModelState:
         self._module.get_submodule(key.rpartition(".")[0]).set_extra_state(value)
 
 
-def _listed(names: list[str]) -> str:
+def _listed_keys(names: list[str]) -> str:
     return f"{', '.join(names[:3])}{' and others' if len(names) > 3 else ''}"
 
 

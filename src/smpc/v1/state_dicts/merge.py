@@ -28,7 +28,7 @@ Described = tuple[int, TensorSpec, Shard | None]  # owner, its tensor, and the p
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class MergedPiece:
     """A tensor of `owner`: a whole item, or its part from `start` on along `dim`. It begins at `own` in the owner's tensor."""
 
     owner: int
@@ -46,10 +46,10 @@ class Piece:
 
 
 @dataclass(frozen=True, slots=True)
-class Item:
+class MergedItem:
     """The description of a key before its tensors are sent. Without pieces it is the plain `value`."""
 
-    pieces: tuple[Piece, ...] = ()
+    pieces: tuple[MergedPiece, ...] = ()
     shape: tuple[int, ...] = ()  # of the whole
     dtype: str = ""
     value: Any = None
@@ -60,12 +60,12 @@ class Item:
         return bool(self.pieces)
 
     @staticmethod
-    def of(value: Any) -> Item:
+    def of(value: Any) -> MergedItem:
         """The item of a value that this rank has whole."""
         if not isinstance(value, Tensor):
-            return Item(value=value)
+            return MergedItem(value=value)
         spec = TensorSpec.of(value.detach())
-        return Item((Piece(0, spec),), tuple(spec.shape), spec.dtype)
+        return MergedItem((MergedPiece(0, spec),), tuple(spec.shape), spec.dtype)
 
 
 def survey(
@@ -73,7 +73,7 @@ def survey(
     control: Control,
     what: str,
     slice_of: Callable[[K, Tensor], Shard | None] = lambda key, value: None,
-) -> dict[K, Item]:
+) -> dict[K, MergedItem]:
     """Every key that any rank has, in order of ranks. `slice_of` says which slice of a whole a tensor of this rank is.
 
     Raises CheckpointError on all ranks if their values for a key do not fit together, or if a rank cannot describe its value.
@@ -91,14 +91,14 @@ def survey(
     answers = control.gather((failure, described))
     wrong = list(dict.fromkeys(text for text, _ in answers if text))
     tensors: dict[K, list[Described]] = {}
-    found: dict[K, Item] = {}
+    found: dict[K, MergedItem] = {}
     for rank, (_, items) in enumerate(answers):
         for key, (value, shard, is_tensor) in items.items():
             if is_tensor != (key in tensors) and key in found:
                 wrong.append(f"{key}: a tensor on one rank of the replica, {value} on rank {rank}")
             elif is_tensor:
                 tensors.setdefault(key, []).append((rank, value, shard))
-            found.setdefault(key, Item(value=None if is_tensor else value))
+            found.setdefault(key, MergedItem(value=None if is_tensor else value))
     for key, pieces in tensors.items():
         found[key] = _whole_item(key, pieces, wrong)
     if wrong:
@@ -106,7 +106,9 @@ def survey(
     return found
 
 
-def stream(part: Mapping[K, Any], items: Mapping[K, Item], control: Control) -> Iterator[tuple[K, Piece | None, Any]]:
+def stream(
+    part: Mapping[K, Any], items: Mapping[K, MergedItem], control: Control
+) -> Iterator[tuple[K, MergedPiece | None, Any]]:
     """Every key with its value, or with its pieces, one after the other, on the CPU. Collective: take all of them, and release each
     before the next.
 
@@ -122,7 +124,7 @@ def stream(part: Mapping[K, Any], items: Mapping[K, Item], control: Control) -> 
         control.acknowledge(owner)
 
 
-def _exchanged_piece(own: Any, piece: Piece, control: Control) -> Tensor:
+def _exchanged_piece(own: Any, piece: MergedPiece, control: Control) -> Tensor:
     """A piece, on the CPU of all ranks."""
     if piece.owner == control.rank:
         sent = piece.of(own)
@@ -135,7 +137,9 @@ def _exchanged_piece(own: Any, piece: Piece, control: Control) -> Tensor:
     return value.cpu()
 
 
-def merge(part: Mapping[K, Any], items: Mapping[K, Item], control: Control, keep: Callable[[K], bool]) -> dict[K, Any]:
+def merge(
+    part: Mapping[K, Any], items: Mapping[K, MergedItem], control: Control, keep: Callable[[K], bool]
+) -> dict[K, Any]:
     """The whole values of all keys that `keep` wants on this rank, tensors on the CPU. Collective."""
     merged: dict[K, Any] = {}
     for key, piece, value in stream(part, items, control):
@@ -145,7 +149,7 @@ def merge(part: Mapping[K, Any], items: Mapping[K, Item], control: Control, keep
     return merged
 
 
-def _keep_piece(merged: dict[K, Any], key: K, item: Item, piece: Piece | None, value: Any) -> None:
+def _keep_piece(merged: dict[K, Any], key: K, item: MergedItem, piece: MergedPiece | None, value: Any) -> None:
     """Copy a value, or a piece of it, to its place."""
     if piece is None or tuple(value.shape) == item.shape:
         merged[key] = value
@@ -155,7 +159,7 @@ def _keep_piece(merged: dict[K, Any], key: K, item: Item, piece: Piece | None, v
     merged[key].narrow(piece.dim, piece.start, value.shape[piece.dim]).copy_(value)
 
 
-def fill(target: Tensor, shard: Shard | None, piece: Piece, value: Tensor) -> None:
+def fill(target: Tensor, shard: Shard | None, piece: MergedPiece, value: Tensor) -> None:
     """Copy the part of a piece that overlaps with `target`, the slice `shard` of the same whole."""
     if shard is None:
         if tuple(value.shape) != tuple(target.shape):
@@ -169,7 +173,7 @@ def fill(target: Tensor, shard: Shard | None, piece: Piece, value: Tensor) -> No
             target.narrow(shard.dim, own + low - start, high - low).copy_(part)
 
 
-def _whole_item(key: Any, found: Sequence[Described], wrong: list[str]) -> Item:
+def _whole_item(key: Any, found: Sequence[Described], wrong: list[str]) -> MergedItem:
     """The item that pieces make up, or what is wrong with them."""
     having = [each for each in found if _has_all(*each[1:])]
     if having and all(
@@ -177,17 +181,17 @@ def _whole_item(key: Any, found: Sequence[Described], wrong: list[str]) -> Item:
     ):  # some have all of it, others nothing
         found = having
     first, spec, shard = found[0]
-    pieces: dict[int, Piece] = {}
+    pieces: dict[int, MergedPiece] = {}
     for rank, other, place in found:
         same = other.dtype == spec.dtype and _kind(place, other) == _kind(shard, spec)
-        mine = [Piece(rank, other)] if place is None else _pieces_of_slice(rank, other, place)
+        mine = [MergedPiece(rank, other)] if place is None else _pieces_of_slice(rank, other, place)
         known = [pieces.setdefault(piece.start, piece) for piece in mine]
         alike = all(a.spec.shape == b.spec.shape for a, b in zip(known, mine, strict=True))
         if not same or not alike:
             wrong.append(f"{key}: {spec} on rank {first} of the replica, {other} on rank {rank}")
     ordered = tuple(pieces[start] for start in sorted(pieces))
     if shard is None:
-        return Item(ordered, tuple(spec.shape), spec.dtype)
+        return MergedItem(ordered, tuple(spec.shape), spec.dtype)
     end = 0
     for piece in ordered:
         if piece.start != end:
@@ -195,7 +199,7 @@ def _whole_item(key: Any, found: Sequence[Described], wrong: list[str]) -> Item:
         end += piece.spec.shape[shard.dim]
     if end != shard.size:
         wrong.append(f"{key}: the slices of the ranks cover {end} of {shard.size} along dimension {shard.dim}")
-    return Item(ordered, whole_shape(shard, spec.shape), spec.dtype)
+    return MergedItem(ordered, whole_shape(shard, spec.shape), spec.dtype)
 
 
 def _has_all(spec: TensorSpec, shard: Shard | None) -> bool:
@@ -203,15 +207,15 @@ def _has_all(spec: TensorSpec, shard: Shard | None) -> bool:
     return shard is None or spec.shape[shard.dim] == shard.size
 
 
-def _pieces_of_slice(rank: int, spec: TensorSpec, shard: Shard) -> list[Piece]:
+def _pieces_of_slice(rank: int, spec: TensorSpec, shard: Shard) -> list[MergedPiece]:
     """The pieces that a slice is."""
     if not shard.runs:
-        return [Piece(rank, spec, shard.dim, shard.start)]
+        return [MergedPiece(rank, spec, shard.dim, shard.start)]
     dtype, found = getattr(torch, spec.dtype.removeprefix("torch.")), []
     for own, start, length in shard.runs_of(spec.shape[shard.dim]):
         shape = (*spec.shape[: shard.dim], length, *spec.shape[shard.dim + 1 :])
         part = TensorSpec.of(torch.empty(shape, dtype=dtype, device="meta"))
-        found.append(Piece(rank, part, shard.dim, start, own))
+        found.append(MergedPiece(rank, part, shard.dim, start, own))
     return found
 
 

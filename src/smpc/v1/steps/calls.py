@@ -37,7 +37,7 @@ Roots = list[tuple[Tensor, Tensor | None]]
 _CLOSED = (str, bytes, int, float, complex, type(None), type, FunctionType, ModuleType, nn.Module)
 
 
-def current_autocast() -> Autocast | None:
+def autocast_of_step_function() -> Autocast | None:
     """The autocast that is on here, if one is."""
     for kind in ("cuda", "cpu"):
         if torch.is_autocast_enabled(kind):
@@ -98,7 +98,7 @@ class Capture:
     def forward(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """Leave."""
         self.inputs = args, dict(kwargs)
-        self.autocast = current_autocast()
+        self.autocast = autocast_of_step_function()
         self.grad_enabled = torch.is_grad_enabled()
         raise Captured
 

@@ -35,7 +35,7 @@ from smpc.tracer.ir import NodeKind, Trace
 from smpc.v1.layout.slices import digest_of
 from smpc.v1.session.comm import gather_objects
 from smpc.v1.session.state import Session
-from smpc.v1.session.step_errors import describe, raise_first
+from smpc.v1.session.step_errors import describe, raise_first_step_error
 from smpc.v1.steps.arguments import Arguments, map_leaves
 
 _DIVIDE = (
@@ -70,7 +70,7 @@ class SharedSequences:
         `digests_of`. `failure`: this rank's. Raises on all ranks the error of any rank, and StepError for differences.
         """
         found = self._gather((describe(failure), asked, digests))
-        raise_first([error for error, _, _ in found], failure)
+        raise_first_step_error([error for error, _, _ in found], failure)
         where = (
             f"step function {step_name}: expected the ranks of a context-parallel group, which share its sequences, to"
         )
@@ -89,7 +89,7 @@ class SharedSequences:
     def check_model(self, trace: Trace | None, failure: Exception | None) -> None:
         """Raise one rank's recording error, or TraceError for different models, on all ranks of the group. Collective over it."""
         found = self._gather((describe(failure), "" if trace is None else trace.fingerprint))
-        raise_first([error for error, _ in found], failure)
+        raise_first_step_error([error for error, _ in found], failure)
         fingerprints = [text for _, text in found]
         if len(set(fingerprints)) > 1:
             raise TraceError(

@@ -46,7 +46,7 @@ from smpc.tracer.environment.memory_words import DictVersions
 from smpc.tracer.guards import state_asked_for
 from smpc.tracer.state.state_use import StateUse
 from smpc.v1.session.control import Control
-from smpc.v1.session.step_errors import AGREED, Description, describe, raise_everywhere
+from smpc.v1.session.step_errors import AGREED, Description, describe, raise_error_on_all_ranks
 from smpc.v1.steps.arguments import ArgumentForm, Arguments, StepBody, form_of, merge_arguments, on_device
 from smpc.v1.steps.calls import Capture, Captured
 from smpc.v1.steps.context import StepContext
@@ -192,7 +192,7 @@ class Pipeline:
                 outcome = self._run(body, own, program, request)
         watch.loss = outcome.loss
         if outcome.description is not None:
-            raise_everywhere(outcome.description, outcome.failure)
+            raise_error_on_all_ranks(outcome.description, outcome.failure)
         return outcome.value, outcome.verdict
 
     def _begin(self, body: StepBody, own: OwnArguments) -> tuple[int, Request | None]:
@@ -348,7 +348,7 @@ class Pipeline:
         if program == _FAILED:
             description = control.broadcast_object(describe(failure), 0)
             control.acknowledge(0)  # rank 0 may exit now, but not before all have read it
-            raise_everywhere(description, failure)
+            raise_error_on_all_ranks(description, failure)
         if program == _NEW:
             signature = control.broadcast_object(None if request is None else request.signature, 0)
             program = self._add(signature)

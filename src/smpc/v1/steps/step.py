@@ -38,7 +38,7 @@ from smpc.observe.observer import Watch
 from smpc.v1.session.state import Script, state
 from smpc.v1.session.step_errors import from_script, user_part
 from smpc.v1.steps.arguments import Arguments, StepBody
-from smpc.v1.steps.calls import ModelCalls, current_autocast
+from smpc.v1.steps.calls import ModelCalls, autocast_of_step_function
 from smpc.v1.steps.context import StepContext
 from smpc.v1.steps.nonfinite import describe_verdict
 from smpc.v1.steps.unpipelined import Single
@@ -140,7 +140,7 @@ class StepRunner:
         context = self._context
         if context.calls is not None:
             raise StepError(f"step function {body.name} was called inside another step; steps do not nest")
-        if self._single is None and current_autocast() is not None:
+        if self._single is None and autocast_of_step_function() is not None:
             raise StepError(
                 f"step function {body.name} was called under autocast, which ranks that run none of it do not see; enter autocast in the "
                 "step function, around the model and the loss, not around the step function"

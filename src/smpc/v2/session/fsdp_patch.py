@@ -43,7 +43,7 @@ from smpc.executor.layer_offload import LayerOffload
 from smpc.experts.stacked import PartOfExperts
 from smpc.mesh import Axis
 from smpc.mesh.device_mesh import device_mesh
-from smpc.v2.session.full_state_patch import give_whole_state, patch_full_state, replace
+from smpc.v2.session.full_state_patch import give_whole_state, patch_attribute, patch_full_state
 from smpc.v2.state_handler import Session, state
 from smpc.v2.transforming.slices import is_sliced, make_distributed
 
@@ -115,9 +115,9 @@ def _patch_fsdp2(session: Session) -> list[Callable[[], None]]:
     experts = _patch_fsdp2_experts(session) if session.mesh.size(Axis.EP) > 1 else []
     return [
         *experts,
-        replace(_fully_shard, "_init_default_mesh", lambda *args, **kwargs: default_mesh(session)),
-        replace(_fully_shard, "_get_mesh_info", mesh_info),
-        replace(_fully_shard, "_get_modules_and_states", modules_and_states),
+        patch_attribute(_fully_shard, "_init_default_mesh", lambda *args, **kwargs: default_mesh(session)),
+        patch_attribute(_fully_shard, "_get_mesh_info", mesh_info),
+        patch_attribute(_fully_shard, "_get_modules_and_states", modules_and_states),
     ]
 
 
@@ -149,7 +149,7 @@ def _patch_fsdp2_experts(session: Session) -> list[Callable[[], None]]:
             fully_shard(each, mesh=mesh, mp_policy=precision, offload_policy=offload)
         return original(fsdp_state, own, modules, mesh_info, after_forward, device, *rest, **more)
 
-    return [replace(_fully_shard, "_init_param_group", init_param_group)]
+    return [patch_attribute(_fully_shard, "_init_param_group", init_param_group)]
 
 
 def fsdp_groups(session: Session) -> dict[Axis, dist.ProcessGroup]:
@@ -199,7 +199,7 @@ def _patch_fsdp1(session: Session) -> Callable[[], None]:
                 setattr(owner, name, FullyShardedDataParallel(each, **more))
         give_whole_state(self)
 
-    return replace(FullyShardedDataParallel, "__init__", init)
+    return patch_attribute(FullyShardedDataParallel, "__init__", init)
 
 
 class _Sparing:
@@ -282,4 +282,4 @@ def _patch_offloading(session: Session) -> Callable[[], None]:
         with LayerOffload(session.config.activation_loading_horizon):
             return self._checkpoint_wrapped_module(*args, **kwargs)
 
-    return replace(checkpoint_wrapper.OffloadWrapper, "forward", forward)
+    return patch_attribute(checkpoint_wrapper.OffloadWrapper, "forward", forward)

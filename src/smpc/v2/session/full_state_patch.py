@@ -60,7 +60,7 @@ def put_together(state: Any, device: torch.device | None = None, *, keep: bool =
     return map_parts(state, whole)
 
 
-def cut(state: Any) -> Any:
+def cut_full_state(state: Any) -> Any:
     """A state dict with this rank's slices in place of whole tensors of which it has slices."""
     return map_parts(state, lambda path, value, part: part.of(value) if is_whole(value, part) else value)
 
@@ -119,7 +119,7 @@ def patch_full_state(session: Session) -> list[_Undo]:
     return [*_patch_copies(), *_patch_optimizers(), *_patch_checkpoint(), _patch_group(session)]
 
 
-def replace(owner: Any, name: str, value: Any) -> _Undo:
+def patch_attribute(owner: Any, name: str, value: Any) -> _Undo:
     """Replace an attribute by a value; returns the function that undoes it."""
     original = vars(owner)[name]
     setattr(owner, name, value)
@@ -143,7 +143,7 @@ def _patch_copies() -> Iterator[_Undo]:
         return hook
 
     for name in ("_full_pre_state_dict_hook", "_full_post_state_dict_hook"):
-        yield replace(_state_dict_utils, name, copying(vars(_state_dict_utils)[name]))
+        yield patch_attribute(_state_dict_utils, name, copying(vars(_state_dict_utils)[name]))
 
 
 def _patch_optimizers() -> Iterator[_Undo]:
@@ -166,11 +166,11 @@ def _patch_optimizers() -> Iterator[_Undo]:
         if slices_of(model) is not None and given.get("full_state_dict", True):
             if given.pop("rank0_only", False) and not _everybody_has(optim_state_dict):
                 optim_state_dict = _of_rank0(optim_state_dict)
-            optim_state_dict = cut(optim_state_dict)
+            optim_state_dict = cut_full_state(optim_state_dict)
         return load(optim_state_dict, model, *args, **given)
 
-    yield replace(fully_sharded_data_parallel, "_optim_state_dict", state_of_optimizer)
-    yield replace(FullyShardedDataParallel, "_optim_state_dict_to_load_impl", staticmethod(state_to_load))
+    yield patch_attribute(fully_sharded_data_parallel, "_optim_state_dict", state_of_optimizer)
+    yield patch_attribute(FullyShardedDataParallel, "_optim_state_dict_to_load_impl", staticmethod(state_to_load))
 
 
 def _patch_checkpoint() -> Iterator[_Undo]:
@@ -190,7 +190,7 @@ def _patch_checkpoint() -> Iterator[_Undo]:
         distribute(_cut_for(full, local), local, *args, **kwargs)
 
     def broadcast_slices(full: Any, local: dict[str, Any], device: torch.device, *args: Any, **kwargs: Any) -> None:
-        sliced = _sliced(local)
+        sliced = _sliced_state_entries(local)
         own = {name: local.pop(name) for name in sliced}
         broadcast({name: value for name, value in full.items() if name not in own}, local, device, *args, **kwargs)
         for name, value in _of_rank0({name: full[name] for name in own if name in full}).items() if own else ():
@@ -200,9 +200,9 @@ def _patch_checkpoint() -> Iterator[_Undo]:
         if not kwargs.get("strict"):
             local.update(own)
 
-    yield replace(owner, "_maybe_full_or_cpu_state_dict", whole_state)
-    yield replace(owner, "_distribute_state_dict", distribute_slices)
-    yield replace(owner, "_broadcast_state_dict", broadcast_slices)
+    yield patch_attribute(owner, "_maybe_full_or_cpu_state_dict", whole_state)
+    yield patch_attribute(owner, "_distribute_state_dict", distribute_slices)
+    yield patch_attribute(owner, "_broadcast_state_dict", broadcast_slices)
 
 
 def _patch_group(session: Session) -> _Undo:
@@ -214,19 +214,19 @@ def _patch_group(session: Session) -> _Undo:
         found = find(model, info)
         return None if found is not None and found is session.groups.get(Axis.RDP) else found
 
-    return replace(owner, "_get_fsdp_process_group", group_of)
+    return patch_attribute(owner, "_get_fsdp_process_group", group_of)
 
 
 def _cut_for(full: Mapping[str, Any], local: Mapping[str, Any]) -> dict[str, Any]:
     """The part of a full state dict for a rank's own one."""
-    parts = _sliced(local)
+    parts = _sliced_state_entries(local)
     return {
         name: parts[name].of(value) if name in parts and is_whole(value, parts[name]) else value
         for name, value in full.items()
     }
 
 
-def _sliced(local: Mapping[str, Any]) -> dict[str, Part]:
+def _sliced_state_entries(local: Mapping[str, Any]) -> dict[str, Part]:
     """The parts that entries of a flat state dict are of: DTensors of the whole are left to torch."""
     found: dict[str, Part] = {}
 

@@ -29,7 +29,7 @@ from smpc.errors import ConfigError, ConfigUnsupportedError
 from smpc.executor.collectives import TensorGroup
 from smpc.expert_parallel import shard
 from smpc.experts import aux_loss, join_loss, shuffle, sinkhorn, unshuffle, z_loss
-from smpc.experts.routers import round_robin
+from smpc.experts.routers import round_robin_route
 from smpc.experts.stacked import take_role
 from smpc.experts.structure import Found, Listed, Stacked, find_experts
 from smpc.in_place import whole_parameters
@@ -81,7 +81,7 @@ class Router(nn.Module):
         if config.moe_load_balancing == "sinkhorn":
             index, weights = sinkhorn(logits, index.shape[-1], training=self.training)
         elif config.moe_load_balancing == "balanced":
-            index = round_robin(index.shape[0], index.shape[1], logits.shape[-1], index.device)
+            index = round_robin_route(index.shape[0], index.shape[1], logits.shape[-1], index.device)
         if self.training:
             if config.moe_z_loss_coeff:
                 weights = join_loss(weights, z_loss(logits, config.moe_z_loss_coeff))

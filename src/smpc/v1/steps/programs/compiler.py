@@ -51,7 +51,7 @@ from smpc.v1.session.comm import gather_objects
 from smpc.v1.session.control import Control
 from smpc.v1.session.precision import planned_optimizer
 from smpc.v1.session.state import Session
-from smpc.v1.session.step_errors import describe, raise_everywhere, raise_first
+from smpc.v1.session.step_errors import describe, raise_error_on_all_ranks, raise_first_step_error
 from smpc.v1.session.wait_limits import enter, exchange
 from smpc.v1.steps.context import Measures, StepContext
 from smpc.v1.steps.programs.signature import ModeReader, Signature, broken
@@ -120,7 +120,7 @@ class Compiler:
         mine = (describe(failure), None if own is None else own[0], times)
         with exchange("the first step: agreeing on what to compile"):
             found = gather_objects(mine, session.groups[Axis.WORLD], session.message_device, session.device)
-        raise_first([error for error, _, _ in found], failure)
+        raise_first_step_error([error for error, _, _ in found], failure)
         leader = next(r for r in leaders if found[r][1] is not None)
         times = found[leader][2]
         if times is not None:  # one rank's for all, so that all replicas are cut alike
@@ -189,7 +189,7 @@ class Compiler:
                 error and (error[0], f"{error[1]}\n(on pipeline rank {rank})", error[2])
                 for rank, error in enumerate(errors)
             ]
-        raise_first(errors, failure)
+        raise_first_step_error(errors, failure)
         assert recording is not None, "whoever has no recording has raised"
         if len({fingerprint for _, fingerprint, _ in found}) > 1:
             common = one_trace(recording.trace, self._control)
@@ -223,7 +223,7 @@ class Compiler:
             (describe(failure), None if planned is None else planned.plan.to_json()), 0
         )
         if description is not None:
-            raise_everywhere(description, failure)
+            raise_error_on_all_ranks(description, failure)
         return planned or schedule_plan(trace, Plan.from_json(text), self._order(like))
 
     def _order(self, like: Compilation | None) -> Schedule | None:

@@ -64,7 +64,7 @@ from smpc.tracer.replay import input_values
 from smpc.tracer.structure import Structure, flatten
 from smpc.v1.session.control import Control
 from smpc.v1.session.state import Session
-from smpc.v1.session.step_errors import describe, raise_first
+from smpc.v1.session.step_errors import describe, raise_first_step_error
 from smpc.v1.session.wait_limits import enter
 from smpc.verification import Conditions, verify_compilation
 
@@ -360,7 +360,7 @@ def verify_first(
                 warnings.warn(f"verify: the programs have not been compared with the model: {skipped}", stacklevel=2)
         except Exception as error:
             failure = error
-    raise_first(control.gather(describe(failure)), failure)
+    raise_first_step_error(control.gather(describe(failure)), failure)
 
 
 def _why_not(module: nn.Module) -> str:

@@ -10,8 +10,8 @@ import os
 from torch.distributed.checkpoint.filesystem import FileSystemBase
 
 from smpc.checkpoint.torch_format.places import place_of
-from smpc.checkpoint.torch_format.reader import Reader as DistributedFileSystemReader
-from smpc.checkpoint.torch_format.writer import Writer as DistributedFileSystemWriter
+from smpc.checkpoint.torch_format.reader import TorchFormatReader as DistributedFileSystemReader
+from smpc.checkpoint.torch_format.writer import TorchFormatWriter as DistributedFileSystemWriter
 
 __all__ = ["DistributedFileSystemReader", "DistributedFileSystemWriter", "path_to_file_system"]
 

@@ -14,7 +14,7 @@ from torch.distributed.checkpoint.storage import StorageReader
 
 from smpc.checkpoint.torch_format.agreement import Ranks
 from smpc.checkpoint.torch_format.loading import load_state
-from smpc.checkpoint.torch_format.reader import Reader
+from smpc.checkpoint.torch_format.reader import TorchFormatReader
 from smpc.errors import UsageError
 from smpc.v2.distributed.checkpoint.s3_filesystem import S3ClientConfig
 from smpc.v2.distributed.checkpoint.state_dict_saver import at_place, options_of
@@ -47,7 +47,9 @@ def load(
         )
     if storage_reader is None:
         assert checkpoint_id is not None, "checked above"
-        reader: StorageReader = Reader(checkpoint_id, options=options_of(checkpoint_id, s3_region, s3client_config))
+        reader: StorageReader = TorchFormatReader(
+            checkpoint_id, options=options_of(checkpoint_id, s3_region, s3client_config)
+        )
     else:
         reader = storage_reader
         reader.reset(checkpoint_id)

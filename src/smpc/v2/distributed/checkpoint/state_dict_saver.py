@@ -23,7 +23,7 @@ from torch.distributed.checkpoint.storage import StorageWriter
 from smpc.checkpoint.torch_format.agreement import Ranks
 from smpc.checkpoint.torch_format.places import is_url
 from smpc.checkpoint.torch_format.saving import StateSaving, local_parts, save_state
-from smpc.checkpoint.torch_format.writer import Writer
+from smpc.checkpoint.torch_format.writer import TorchFormatWriter
 from smpc.errors import UsageError
 from smpc.v2.distributed.checkpoint.async_utils import AsyncCallsQueue
 from smpc.v2.distributed.checkpoint.s3_filesystem import S3ClientConfig, is_s3_uri, s3_options
@@ -149,7 +149,7 @@ def _storage_writer(
         raise UsageError(
             "save: expected a checkpoint_id or a storage_writer, found neither; pass a location for the checkpoint"
         )
-    return Writer(checkpoint_id, options=options_of(checkpoint_id, region, config))
+    return TorchFormatWriter(checkpoint_id, options=options_of(checkpoint_id, region, config))
 
 
 def options_of(place: str | os.PathLike[str], region: str | None, config: S3ClientConfig | None) -> dict[str, Any]:
