@@ -88,7 +88,7 @@ def test_a_rank_that_waits_hears_of(tmp_path, action, expected):
     launch.wait(120)
     error, second, took = torch.load(tmp_path / "found.pt")
     assert error.startswith(expected)
-    assert second.startswith("the group's collectives of small tensors were closed after a failure")
+    assert second.startswith("the group's collectives through shared memory were closed after a failure")
     assert took < LIMIT
 
 
@@ -96,6 +96,11 @@ def test_a_mismatch_is_told_to_both(tmp_path):
     _, (status, log) = Launch(jobs.fault, 2, tmp_path, "shape").wait(120)
     assert status == 0, log
     assert "a collective of 32 bytes, found one of 16 bytes" in torch.load(tmp_path / "1.pt")
+
+
+def test_pieces_of_another_tensor_are_told_apart(tmp_path):
+    for text in run_workers(jobs.pieces_of_another, 2, tmp_path):
+        assert text.startswith("expected rank ")
 
 
 @pytest.mark.parametrize("size", [2, 3, 4, 7, 64, 1000])

@@ -11,11 +11,12 @@ many tokens as it had, so numbers may differ between ranks.
 
 `exchange` brings rows from every rank of a group to every other, in numbers that differ: an all-to-all that autograd goes back through.
 All ranks know the largest number of rows that any of them sends to any. So all of them decide alike whether the rows go through the
-memory that the processes of a host share, padded, or through the process group, as they are.
+memory that the processes of a host share, padded, in one piece, or through the process group, as they are.
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -49,8 +50,8 @@ def moved(rows: Tensor, traffic: Traffic, group: TensorGroup) -> Tensor:
     """`exchange` outside autograd."""
     room = 1 << max(traffic.widest - 1, 0).bit_length()  # few sizes, as each is laid out once
     shape = (group.size * room, *rows.shape[1:])
-    slots = group.slots_for(rows.new_empty(1).expand(shape))
-    if slots is not None:
+    slots = group.slots_for(rows)
+    if slots is not None and slots.holds(math.prod(shape) * rows.itemsize):
         padded = rows.new_empty(shape)
         for rank, part in enumerate(torch.split(rows, list(traffic.send))):
             padded[rank * room : rank * room + part.shape[0]] = part
