@@ -122,26 +122,28 @@ class SharedSlots:
             _sum_of_slots(self._exchange(flat[piece], kind), total[piece])
         return total.view(tensor.shape) if out is None else out
 
-    def gather(self, tensor: Tensor) -> Tensor:
-        """All ranks' tensors, joined along the first dimension."""
+    def gather(self, tensor: Tensor, dim: int = 0) -> Tensor:
+        """All ranks' tensors, joined along `dim`, contiguous."""
         if self.holds(tensor.nbytes):
-            return torch.cat(self._exchange(tensor, "gather"))
+            return torch.cat(self._exchange(tensor, "gather"), dim)
         flat, kind = tensor.detach().reshape(-1), f"{tensor.nbytes} gather"
         whole = flat.new_empty((self._size, flat.numel()))
         for piece in self._pieces(flat, 1):
             for own, part in zip(whole, self._exchange(flat[piece], kind), strict=True):
                 own[piece].copy_(part)
-        return whole.view(self._size * tensor.shape[0], *tensor.shape[1:])
+        parts = whole.view(self._size, *tensor.shape)
+        return torch.cat(parts.unbind(), dim) if dim % tensor.dim() else parts.flatten(0, 1)
 
-    def scattered_sum(self, tensor: Tensor) -> Tensor:
-        """This rank's share, along the first dimension, of the sum of all ranks' tensors."""
+    def scattered_sum(self, tensor: Tensor, dim: int = 0) -> Tensor:
+        """This rank's share, along `dim`, of the sum of all ranks' tensors, contiguous."""
+        first = slices_of(tensor, dim, self._size)
         if self.holds(tensor.nbytes):
-            return _sum_of_slots(self._exchange(tensor, "scattered sum", shared_out=True), None)
-        shares, kind = tensor.detach().reshape(self._size, -1), f"scattered sum of {tensor.nbytes}"
+            return _sum_of_slots(self._exchange(first, "scattered sum", shared_out=True), None)[0]
+        shares, kind = first.detach().reshape(self._size, -1), f"scattered sum of {tensor.nbytes}"
         total = shares.new_empty((1, shares.shape[1]))
         for piece in self._pieces(total[0], self._size):
             _sum_of_slots(self._exchange(shares[:, piece], kind, shared_out=True), total[:, piece])
-        return total.view(tensor.shape[0] // self._size, *tensor.shape[1:])
+        return total.view(first.shape[1:])
 
     def all_to_all(self, tensor: Tensor, dim: int) -> Tensor:
         """This rank's share, along the first dimension, of every rank's tensor, joined along `dim`."""
@@ -229,6 +231,11 @@ class SharedSlots:
         raise TransportError(
             "the group's collectives through shared memory were closed after a failure; start the processes again"
         )
+
+
+def slices_of(tensor: Tensor, dim: int, size: int) -> Tensor:
+    """The equal slices along `dim`, for each of `size` ranks, as a view [ranks, *shape of a slice]."""
+    return tensor.unflatten(dim, (size, tensor.shape[dim] // size)).movedim(dim % tensor.dim(), 0)
 
 
 def _sum_of_slots(parts: tuple[Tensor, ...], out: Tensor | None) -> Tensor:
