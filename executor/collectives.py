@@ -39,7 +39,7 @@ from torch._subclasses.fake_tensor import is_fake
 from smpc.executor.host_memory.shared_memory import HostLink
 from smpc.executor.host_memory.shared_slots import SUMMED, SharedSlots, slices_of
 
-_FEW_RANKS = 4
+_PAIR = 2
 OnRank = Callable[[Tensor], Tensor]  # of this rank's tensor, communicating inside, to this rank's tensor
 
 
@@ -81,13 +81,12 @@ class TensorGroup:
         return tuple(each + (rank < rest) for rank in range(self.size))
 
     def slots_for(self, tensor: Tensor) -> SharedSlots | None:
-        """The shared memory that a tensor goes through, None: the process group. Collective at the first CPU tensor."""
-        return None if self._link is None or not tensor.is_cpu else self._link.slots
+        """The shared memory that a tensor goes through, None: the process group. Collective at the first CPU tensor.
 
-    def slots_for_sum(self, tensor: Tensor) -> SharedSlots | None:
-        """As `slots_for`, for a sum that all ranks get: each reads all, so large ones of many ranks are faster on a ring."""
-        slots = self.slots_for(tensor) if tensor.dtype in SUMMED else None
-        return slots if slots is None or self.size <= _FEW_RANKS or slots.holds(tensor.nbytes) else None
+        What is larger than a slot goes through in pieces, for each of which all ranks wait: between more than two a ring is faster.
+        """
+        slots = None if self._link is None or not tensor.is_cpu else self._link.slots
+        return slots if slots is None or self.size == _PAIR or slots.holds(tensor.nbytes) else None
 
 
 def replicate_in(tensor: Tensor, group: TensorGroup) -> Tensor:
@@ -157,7 +156,7 @@ class _LinearMap(torch.autograd.Function):
 def sum_over(tensor: Tensor, group: TensorGroup) -> Tensor:
     """Sums a contiguous tensor in place over the ranks, outside autograd; returns it."""
     if group.size > 1 and not is_fake(tensor):
-        slots = group.slots_for_sum(tensor)
+        slots = group.slots_for(tensor) if tensor.dtype in SUMMED else None
         if slots is not None:
             slots.sum(tensor, tensor)
         else:
@@ -167,8 +166,8 @@ def sum_over(tensor: Tensor, group: TensorGroup) -> Tensor:
 
 def summed(tensor: Tensor, group: TensorGroup) -> Tensor:
     """The sum over all ranks, contiguous, outside autograd."""
-    if group.size > 1 and not is_fake(tensor):
-        slots = group.slots_for_sum(tensor)
+    if tensor.dtype in SUMMED and group.size > 1 and not is_fake(tensor):
+        slots = group.slots_for(tensor)
         if slots is not None:
             return slots.sum(tensor)
     return sum_over(tensor.clone(memory_format=torch.contiguous_format), group)

@@ -235,7 +235,8 @@ class SharedSlots:
 
 def slices_of(tensor: Tensor, dim: int, size: int) -> Tensor:
     """The equal slices along `dim`, for each of `size` ranks, as a view [ranks, *shape of a slice]."""
-    return tensor.unflatten(dim, (size, tensor.shape[dim] // size)).movedim(dim % tensor.dim(), 0)
+    slices: Tensor = tensor.unflatten(dim, (size, tensor.shape[dim] // size))  # type: ignore[no-untyped-call]
+    return slices.movedim(dim % tensor.dim(), 0)
 
 
 def _sum_of_slots(parts: tuple[Tensor, ...], out: Tensor | None) -> Tensor:

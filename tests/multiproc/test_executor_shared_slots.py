@@ -25,7 +25,7 @@ def test_three_ranks_get_the_same_sums(tmp_path):
     for dtype, sums in found[0].items():
         for key, value in sums.items():
             assert all(torch.equal(value, other[dtype][key]) for other in found[1:])
-            if key[0] == "sum":
+            if key[0] == "sum" and key[1] != jobs.LARGE:  # which goes over gloo
                 number = [*jobs.SHAPES, ()].index(key[1])
                 parts = [jobs.drawn(dtype, key[1], 100 * number + rank) for rank in range(3)]
                 if dtype in (torch.bfloat16, torch.float16):  # rounded once

@@ -21,7 +21,8 @@ from smpc.executor.host_memory.shared_memory import VARIABLE
 from smpc.executor.host_memory.shared_slots import SUMMED, slot_bytes
 
 SMALL = torch.zeros(4)
-SHAPES = [(4, 6, 8), (4, 0, 8), (1, 4, 4), (4, 4096, 4), (4, 16385, 12)]  # the last one in pieces
+LARGE = (4, 16385, 12)  # in pieces between two ranks
+SHAPES = [(4, 6, 8), (4, 0, 8), (1, 4, 4), (4, 4096, 4), LARGE]
 
 
 def over_gloo():
@@ -101,7 +102,7 @@ def stress(rank, folder, seed, num_rounds):
     for number in range(num_rounds):
         rows = size * common.choice([0, 1, 1, 2, 3, 50, 1000, 16384 // size])
         if common.random() < 0.02:
-            rows = size * (large // size + 1)  # in pieces
+            rows = size * (large // size + 1)  # in pieces, or over gloo
         inputs = [torch.arange(rows) * (peer + 1) + number for peer in range(size)]
         dtype = common.choice([torch.float32, torch.int64, torch.float64])
         mine = inputs[rank].to(dtype)

@@ -16,7 +16,6 @@ memory that the processes of a host share, padded, in one piece, or through the 
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
 import torch
@@ -50,8 +49,9 @@ def moved(rows: Tensor, traffic: Traffic, group: TensorGroup) -> Tensor:
     """`exchange` outside autograd."""
     room = 1 << max(traffic.widest - 1, 0).bit_length()  # few sizes, as each is laid out once
     shape = (group.size * room, *rows.shape[1:])
-    slots = group.slots_for(rows)
-    if slots is not None and slots.holds(math.prod(shape) * rows.itemsize):
+    wanted = rows.new_empty(1).expand(shape)
+    slots = group.slots_for(wanted)
+    if slots is not None and slots.holds(wanted.nbytes):
         padded = rows.new_empty(shape)
         for rank, part in enumerate(torch.split(rows, list(traffic.send))):
             padded[rank * room : rank * room + part.shape[0]] = part
