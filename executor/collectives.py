@@ -37,8 +37,9 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import is_fake
 
 from smpc.executor.host_memory.shared_memory import HostLink
-from smpc.executor.host_memory.shared_slots import SUMMED, SharedSlots
+from smpc.executor.host_memory.shared_slots import SUMMED, SharedSlots, slices_of
 
+_PAIR = 2
 OnRank = Callable[[Tensor], Tensor]  # of this rank's tensor, communicating inside, to this rank's tensor
 
 
@@ -80,10 +81,12 @@ class TensorGroup:
         return tuple(each + (rank < rest) for rank in range(self.size))
 
     def slots_for(self, tensor: Tensor) -> SharedSlots | None:
-        """The shared memory that a tensor goes through, None: the process group. Collective at the first small CPU tensor."""
-        if self._link is None or not tensor.is_cpu or tensor.nbytes > self._link.limit:
-            return None
-        return self._link.slots
+        """The shared memory that a tensor goes through, None: the process group. Collective at the first CPU tensor.
+
+        What is larger than a slot goes through in pieces, for each of which all ranks wait: between more than two a ring is faster.
+        """
+        slots = None if self._link is None or not tensor.is_cpu else self._link.slots
+        return slots if slots is None or self.size == _PAIR or slots.holds(tensor.nbytes) else None
 
 
 def replicate_in(tensor: Tensor, group: TensorGroup) -> Tensor:
@@ -171,42 +174,31 @@ def summed(tensor: Tensor, group: TensorGroup) -> Tensor:
 
 
 def gathered(tensor: Tensor, dim: int, group: TensorGroup) -> Tensor:
-    """The equal slices of all ranks along `dim`, outside autograd. Booleans travel as bytes."""
+    """The equal slices of all ranks along `dim`, contiguous, outside autograd. Booleans travel as bytes."""
     if group.size == 1:
         return tensor
     if tensor.dtype is torch.bool:
         return gathered(tensor.to(torch.uint8), dim, group).to(torch.bool)
-    first = tensor.movedim(dim, 0)
-    whole = _gathered_rows(first, group)
-    return whole.movedim(0, dim) if dim % tensor.dim() else whole
-
-
-def _gathered_rows(tensor: Tensor, group: TensorGroup) -> Tensor:
     slots = None if is_fake(tensor) else group.slots_for(tensor)
     if slots is not None:
-        return slots.gather(tensor)
+        return slots.gather(tensor, dim)
     own = tensor.contiguous()
     whole = own.new_empty((group.size * own.shape[0], *own.shape[1:]))
     if not is_fake(tensor):
         _process_group(group)._allgather_base(whole, own).wait()
-    return whole
+    return torch.cat(whole.view(group.size, *own.shape).unbind(), dim) if dim % tensor.dim() else whole
 
 
 def scattered_sum(tensor: Tensor, dim: int, group: TensorGroup) -> Tensor:
-    """This rank's slice along `dim` of the sum over all ranks, outside autograd."""
+    """This rank's slice along `dim` of the sum over all ranks, contiguous, outside autograd."""
     _check_divides(tensor, dim, group)
-    own = _scattered_sum(tensor.movedim(dim, 0), group)
-    return own.movedim(0, dim) if dim % tensor.dim() else own
-
-
-def _scattered_sum(tensor: Tensor, group: TensorGroup) -> Tensor:
     slots = group.slots_for(tensor) if tensor.dtype in SUMMED and not is_fake(tensor) else None
     if slots is not None:
-        return slots.scattered_sum(tensor)
-    first = tensor.contiguous()
-    own = first.new_empty((first.shape[0] // group.size, *first.shape[1:]))
+        return slots.scattered_sum(tensor, dim)
+    slices = slices_of(tensor, dim, group.size).contiguous()
+    own = slices.new_empty(slices.shape[1:])
     if not is_fake(tensor):
-        _process_group(group)._reduce_scatter_base(own, first, dist.ReduceScatterOptions()).wait()
+        _process_group(group)._reduce_scatter_base(own, slices.flatten(0, 1), dist.ReduceScatterOptions()).wait()
     return own
 
 

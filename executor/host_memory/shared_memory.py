@@ -5,7 +5,7 @@
     every rank  opens a descriptor of every other process, which tells when that has ended
     all ranks   vote: the memory is used if all of them could do that
 
-It all happens over the group itself: for collectives in the group's first one of a small CPU tensor, for a pipeline when its transport is
+It all happens over the group itself: for collectives in the group's first one of a CPU tensor, for a pipeline when its transport is
 made. Any reason against it makes the vote a no, and tensors go through gloo: ranks on several hosts or in containers that do not see
 each other's processes, ranks that are threads of one process, another system than Linux, another processor than x86-64 (see
 `smpc.executor.host_memory.shared_peers`), another backend than gloo, torch's debug mode that checks collectives
@@ -33,7 +33,7 @@ import torch.distributed as dist
 
 from smpc.errors import ConfigError
 from smpc.executor.host_memory.shared_peers import Peer
-from smpc.executor.host_memory.shared_slots import SharedSlots, num_bytes, slot_bytes
+from smpc.executor.host_memory.shared_slots import SharedSlots, num_bytes
 
 VARIABLE = "SMPC_SHARED_MEMORY"
 _NAME = "smpc-{:016x}"  # of the memory: what rank 0's token makes of it
@@ -61,10 +61,9 @@ class Shared:
 
 
 class HostLink:
-    """The shared memory of one process group, made when it is first asked for. Use `of`. Tensors of up to `limit` bytes go through it."""
+    """The shared memory of one process group, made when it is first asked for. Use `of`."""
 
     def __init__(self, process_group: dist.ProcessGroup) -> None:
-        self.limit = slot_bytes(process_group.size())  # of a small tensor
         self._group = weakref.ref(process_group)  # the group's end ends the memory
         self._is_settled = False
         self._slots: SharedSlots | None = None
@@ -79,7 +78,7 @@ class HostLink:
 
     @property
     def slots(self) -> SharedSlots | None:
-        """The shared memory for small CPU tensors; None: gloo. The first call is collective."""
+        """The shared memory for CPU tensors; None: gloo. The first call is collective."""
         if not self._is_settled:
             group = self._group()
             assert group is not None, "whoever calls a collective holds the group"

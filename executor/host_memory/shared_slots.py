@@ -1,4 +1,4 @@
-"""Collectives of small CPU tensors between the processes of one host, through memory that they share.
+"""Collectives of CPU tensors between the processes of one host, through memory that they share.
 
 Terms
     slot      room for one tensor. Every rank has two, which it alone writes and all ranks read: one for its collectives of even number, one
@@ -21,6 +21,8 @@ still reads: a rank writes into slot k mod 2 again in collective k + 2. By then 
 begun k + 1, and so has done step 4 of k. A rank is therefore never more than one collective ahead, and a cell holds the word of k or of
 k - 2 while a rank waits for k: any other word means that ranks do not call the same collectives.
 
+A tensor that is larger than a slot goes through in pieces, each by a collective of its own. One of twice as many bytes is of another kind.
+
 `smpc.executor.host_memory.shared_peers` says how a rank waits, and which processors this is for. A cell is written in one instruction. A
 rank is gone when its group has been destroyed, or one of its collectives did not come to its end.
 
@@ -32,7 +34,7 @@ from __future__ import annotations
 
 import mmap
 import zlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -77,7 +79,7 @@ class _Layout:
 
 
 def slot_bytes(size: int) -> int:
-    """The most that a tensor may have in a group of `size` ranks: 1 MiB for two, and less for more, of whom each reads all slots."""
+    """The most that a piece may have in a group of `size` ranks: 1 MiB for two, and less for more, of whom each reads all slots."""
     return max(_ALL_SLOTS // (2 * size * PAGE), 1) * PAGE
 
 
@@ -89,8 +91,8 @@ def num_bytes(size: int) -> int:
 class SharedSlots:
     """One rank's end of the shared memory of a group. All ranks call the same methods in the same order, with tensors of equal sizes.
 
-    `peers`: the others by rank in the group, and None at this rank's place. `timeout` is in seconds, of one collective. Tensors are on the
-    CPU and have at most `slot_bytes`. TransportError if a rank is gone, too late, or calls something else; there is no way on after that.
+    `peers`: the others by rank in the group, and None at this rank's place. `timeout` is in seconds, of a collective or a piece of one.
+    Tensors are on the CPU. TransportError if a rank is gone, too late, or calls something else; there is no way on after that.
     """
 
     def __init__(self, memory: mmap.mmap, rank: int, peers: Sequence[Peer | None], timeout: float) -> None:
@@ -106,21 +108,58 @@ class SharedSlots:
         with torch.inference_mode(False):
             self._bytes = torch.frombuffer(memory, dtype=torch.uint8)
 
+    def holds(self, num_bytes: int) -> bool:
+        """Whether a tensor of so many bytes is one piece."""
+        return num_bytes <= self._slot_bytes
+
     def sum(self, tensor: Tensor, out: Tensor | None = None) -> Tensor:
         """The sum of all ranks' tensors, contiguous, or in `out`. Half precision is summed in fp32 and rounded once."""
-        return _sum_of_slots(self._exchange(tensor, "sum"), out)
+        if self.holds(tensor.nbytes):
+            return _sum_of_slots(self._exchange(tensor, "sum"), out)
+        flat, kind = tensor.detach().reshape(-1), f"sum of {tensor.nbytes}"
+        total = torch.empty_like(flat) if out is None else out.detach().view(-1)
+        for piece in self._pieces(flat, 1):
+            _sum_of_slots(self._exchange(flat[piece], kind), total[piece])
+        return total.view(tensor.shape) if out is None else out
 
-    def gather(self, tensor: Tensor) -> Tensor:
-        """All ranks' tensors, joined along the first dimension."""
-        return torch.cat(self._exchange(tensor, "gather"))
+    def gather(self, tensor: Tensor, dim: int = 0) -> Tensor:
+        """All ranks' tensors, joined along `dim`, contiguous."""
+        if self.holds(tensor.nbytes):
+            return torch.cat(self._exchange(tensor, "gather"), dim)
+        flat, kind = tensor.detach().reshape(-1), f"{tensor.nbytes} gather"
+        whole = flat.new_empty((self._size, flat.numel()))
+        for piece in self._pieces(flat, 1):
+            for own, part in zip(whole, self._exchange(flat[piece], kind), strict=True):
+                own[piece].copy_(part)
+        parts = whole.view(self._size, *tensor.shape)
+        return torch.cat(parts.unbind(), dim) if dim % tensor.dim() else parts.flatten(0, 1)
 
-    def scattered_sum(self, tensor: Tensor) -> Tensor:
-        """This rank's share, along the first dimension, of the sum of all ranks' tensors."""
-        return _sum_of_slots(self._exchange(tensor, "scattered sum", shared_out=True), None)
+    def scattered_sum(self, tensor: Tensor, dim: int = 0) -> Tensor:
+        """This rank's share, along `dim`, of the sum of all ranks' tensors, contiguous."""
+        first = slices_of(tensor, dim, self._size)
+        if self.holds(tensor.nbytes):
+            return _sum_of_slots(self._exchange(first, "scattered sum", shared_out=True), None)[0]
+        shares, kind = first.detach().reshape(self._size, -1), f"scattered sum of {tensor.nbytes}"
+        total = shares.new_empty((1, shares.shape[1]))
+        for piece in self._pieces(total[0], self._size):
+            _sum_of_slots(self._exchange(shares[:, piece], kind, shared_out=True), total[:, piece])
+        return total.view(first.shape[1:])
 
     def all_to_all(self, tensor: Tensor, dim: int) -> Tensor:
         """This rank's share, along the first dimension, of every rank's tensor, joined along `dim`."""
-        return torch.cat(self._exchange(tensor, "all to all", shared_out=True), dim)
+        if self.holds(tensor.nbytes):
+            return torch.cat(self._exchange(tensor, "all to all", shared_out=True), dim)
+        shares, kind = tensor.detach().reshape(self._size, -1), f"{tensor.nbytes} all to all"
+        whole = torch.empty_like(shares)
+        for piece in self._pieces(whole[0], self._size):
+            for own, part in zip(whole, self._exchange(shares[:, piece], kind, shared_out=True), strict=True):
+                own[piece].copy_(part[0])
+        return torch.cat(whole.view(self._size, tensor.shape[0] // self._size, *tensor.shape[1:]).unbind(), dim)
+
+    def _pieces(self, flat: Tensor, times: int) -> Iterator[slice]:
+        """Parts of a flat tensor that fit into a slot so many times."""
+        length = self._slot_bytes // (times * flat.itemsize)
+        return (slice(start, start + length) for start in range(0, flat.numel(), length))
 
     def close(self) -> None:
         """Tell the others that this rank is gone. For any thread, any number of times; in a forked child it does nothing."""
@@ -152,7 +191,7 @@ class SharedSlots:
         """Step 3, for one of the other ranks."""
         number = word >> _NUMBER_SHIFT
         found = self._peers.wait(
-            other, cell, lambda found: found >> _NUMBER_SHIFT == number, "in a collective of small tensors"
+            other, cell, lambda found: found >> _NUMBER_SHIFT == number, "in a collective of the host"
         )
         if found != word:
             rank = self._peers.rank_in_job(other)
@@ -164,7 +203,6 @@ class SharedSlots:
     def _lay_out(self, key: tuple[object, ...], name: str, tensor: Tensor, shared_out: bool) -> _Layout:
         dtype, shape, num = tensor.dtype, tensor.shape, tensor.nbytes
         assert tensor.is_cpu, f"a tensor on {tensor.device}"
-        assert num <= self._slot_bytes, f"expected at most {self._slot_bytes} bytes, found {num}"
         assert name.endswith(("gather", "all")) or dtype in SUMMED, f"no sums of {dtype}"
         if len(self._layouts) >= _MAX_LAYOUTS:
             self._layouts.clear()
@@ -191,8 +229,14 @@ class SharedSlots:
                 "communicate with the spawn method, and make groups there"
             )
         raise TransportError(
-            "the group's collectives of small tensors were closed after a failure; start the processes again"
+            "the group's collectives through shared memory were closed after a failure; start the processes again"
         )
+
+
+def slices_of(tensor: Tensor, dim: int, size: int) -> Tensor:
+    """The equal slices along `dim`, for each of `size` ranks, as a view [ranks, *shape of a slice]."""
+    slices: Tensor = tensor.unflatten(dim, (size, tensor.shape[dim] // size))  # type: ignore[no-untyped-call]
+    return slices.movedim(dim % tensor.dim(), 0)
 
 
 def _sum_of_slots(parts: tuple[Tensor, ...], out: Tensor | None) -> Tensor:

@@ -68,6 +68,7 @@ _ALIASES = {
     "pool": ("max_pool1d", "max_pool2d", "max_pool3d", "avg_pool2d", "max_pool2d_with_indices", "boolean_dispatch"),
 }
 _NAMES = {alias: name for name, aliases in _ALIASES.items() for alias in aliases}
+_BROADCAST, _PAIR = "_broadcast", 2
 _ARITHMETIC = ("add", "sub", "mul", "truediv", "div", "pow", "matmul")
 
 Product = tuple[int, int, int, int]
@@ -96,7 +97,8 @@ def name_of(node: Node) -> str:
 
     What draws random numbers of its own on each rank (`smpc.executor.draws.draw_apart`) is what it was before. Products of matrices are
     "linear", those of batches of them "bmm", convolutions "conv", fused attentions "attention",
-    "attention_causal" or "attention_dropout", for which some devices have other kernels.
+    "attention_causal" or "attention_dropout", for which some devices have other kernels. Of two tensors one of which is stretched to the
+    other's shape the arithmetic is "mul_broadcast" and so on: its backward adds up what was stretched.
     """
     name = _called_function(node)[0].strip("_")
     if name[:1] in ("r", "i") and name[1:] in _ARITHMETIC:
@@ -109,7 +111,14 @@ def name_of(node: Node) -> str:
         if isinstance(dropout, (int, float)) and dropout:
             return "attention_dropout"
         return "attention_causal" if _is_causal(node) else "attention"
-    return _NAMES.get(name, name)
+    name = _NAMES.get(name, name)
+    return f"{name}{_BROADCAST}" if name in _ARITHMETIC and _is_broadcast(node) else name
+
+
+def _is_broadcast(node: Node) -> bool:
+    """Whether one of two tensors is smaller than the result."""
+    written = 0 if node.spec is None else node.spec.num_bytes
+    return len(set(node.inputs)) == _PAIR and 2 * written < node.bytes_moved < 3 * written
 
 
 def _called_function(node: Node) -> tuple[str, int]:
@@ -217,7 +226,10 @@ class CostModel:
         """Seconds by what was measured of operations like this one, of a size; None if there is nothing of the kind."""
         if not self.kernels.operations:
             return None
-        share = self.kernels.measured_share(name_of(node), size, is_backward=is_backward)
+        name, measured = name_of(node), self.kernels.measured_share
+        share = measured(name, size, is_backward=is_backward)
+        if share is None and name.endswith(_BROADCAST):  # not among what was measured
+            share = measured(name.removesuffix(_BROADCAST), size, is_backward=is_backward)
         if share is None:
             return None
         peak = self.peak_flops.get(dtype, self.peak_flops["float32"]) if node.flops else self.memory_bandwidth

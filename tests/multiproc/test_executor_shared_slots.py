@@ -25,7 +25,7 @@ def test_three_ranks_get_the_same_sums(tmp_path):
     for dtype, sums in found[0].items():
         for key, value in sums.items():
             assert all(torch.equal(value, other[dtype][key]) for other in found[1:])
-            if key[0] == "sum":
+            if key[0] == "sum" and key[1] != jobs.LARGE:  # which goes over gloo
                 number = [*jobs.SHAPES, ()].index(key[1])
                 parts = [jobs.drawn(dtype, key[1], 100 * number + rank) for rank in range(3)]
                 if dtype in (torch.bfloat16, torch.float16):  # rounded once
@@ -88,7 +88,7 @@ def test_a_rank_that_waits_hears_of(tmp_path, action, expected):
     launch.wait(120)
     error, second, took = torch.load(tmp_path / "found.pt")
     assert error.startswith(expected)
-    assert second.startswith("the group's collectives of small tensors were closed after a failure")
+    assert second.startswith("the group's collectives through shared memory were closed after a failure")
     assert took < LIMIT
 
 
@@ -96,6 +96,11 @@ def test_a_mismatch_is_told_to_both(tmp_path):
     _, (status, log) = Launch(jobs.fault, 2, tmp_path, "shape").wait(120)
     assert status == 0, log
     assert "a collective of 32 bytes, found one of 16 bytes" in torch.load(tmp_path / "1.pt")
+
+
+def test_pieces_of_another_tensor_are_told_apart(tmp_path):
+    for text in run_workers(jobs.pieces_of_another, 2, tmp_path):
+        assert text.startswith("expected rank ")
 
 
 @pytest.mark.parametrize("size", [2, 3, 4, 7, 64, 1000])

@@ -21,7 +21,8 @@ from smpc.executor.host_memory.shared_memory import VARIABLE
 from smpc.executor.host_memory.shared_slots import SUMMED, slot_bytes
 
 SMALL = torch.zeros(4)
-SHAPES = [(4, 6, 8), (4, 0, 8), (1, 4, 4), (4, 4096, 4)]
+LARGE = (4, 16385, 12)  # in pieces between two ranks
+SHAPES = [(4, 6, 8), (4, 0, 8), (1, 4, 4), (4, 4096, 4), LARGE]
 
 
 def over_gloo():
@@ -101,7 +102,7 @@ def stress(rank, folder, seed, num_rounds):
     for number in range(num_rounds):
         rows = size * common.choice([0, 1, 1, 2, 3, 50, 1000, 16384 // size])
         if common.random() < 0.02:
-            rows = size * (large // size + 1)  # goes over gloo
+            rows = size * (large // size + 1)  # in pieces, or over gloo
         inputs = [torch.arange(rows) * (peer + 1) + number for peer in range(size)]
         dtype = common.choice([torch.float32, torch.int64, torch.float64])
         mine = inputs[rank].to(dtype)
@@ -197,7 +198,7 @@ def switched(rank, folder):
 def crowded(rank, folder):
     """The last rank cannot open anything more: all use gloo."""
     group = TensorGroup.of(dist.new_group())
-    sum_over(torch.zeros(1 << 20), group)  # gloo is connected
+    group.process_group.allreduce([torch.zeros(1)]).wait()  # gloo is connected
     limits = resource.getrlimit(resource.RLIMIT_NOFILE)
     if rank == 1:
         resource.setrlimit(resource.RLIMIT_NOFILE, (min(limits[0], 3), limits[1]))
@@ -220,6 +221,16 @@ def forked(rank, folder):
             os._exit(0)
     assert os.waitpid(child, 0)[1] == 0
     assert torch.equal(summed(torch.ones(3), group), torch.full((3,), 2.0))
+
+
+def pieces_of_another(rank, folder):
+    """One rank's tensor is one piece, as large as the other rank's first one."""
+    group = over_memory()
+    try:
+        summed(torch.zeros((1 + 2 * rank) * slot_bytes(2) // 4), group)
+    except TransportError as error:
+        return str(error)
+    return ""
 
 
 def fault(rank, folder, action):

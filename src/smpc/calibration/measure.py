@@ -30,7 +30,8 @@ def calibrate(ranks: Ranks, seconds: float = 60.0, show: Callable[..., None] = l
     samples = measure(ranks, _MEASURED * seconds, dtype, show)
     found, unmoved = rates(samples), views(samples)
     show("Timing programs, other dtypes, the optimizer and messages")
-    programs = measure_programs(ranks, dtype, _PROGRAMS * seconds)
+    wires = measure_wires(ranks) if ranks.size > 1 else Wires(None, None, {})
+    programs = measure_programs(ranks, dtype, _PROGRAMS * seconds, wires)
     bandwidth = max(rate for name in _PLAIN if name in found for _, rate in found[name].forward)
     peaks = _peak_flops(
         ranks, dtype, max(rate for item in found.values() if item.is_product for _, rate in item.forward)
@@ -59,7 +60,6 @@ def calibrate(ranks: Ranks, seconds: float = 60.0, show: Callable[..., None] = l
         deferred=MappingProxyType(dict(programs.deferred)),
         optimizer=_optimizer_share(ranks, bandwidth),
     )
-    wires = measure_wires(ranks) if ranks.size > 1 else Wires(None, None, {})
     inside = wires.inside or wires.between or assumed(bandwidth)
     return Device(
         _measured_device_name(ranks.device),

@@ -1,15 +1,18 @@
 """What running a step takes beside its operations and messages: the runtime's own work, measured on small models.
 
-    found = measure_programs(ranks, dtype, seconds=6)
+    found = measure_programs(ranks, dtype, seconds=6, wires=measure_wires(ranks))
 
     action      a program of one stage beside the same model by itself, eight microbatches against one
-    step        what a program of one microbatch takes longer than the model by itself, less its actions
+    step        of one rank: what a program of one microbatch takes longer than the model by itself, less its actions. Of several: a
+                training script's step on as many stages, less messages between them as well. It has what ranks tell each other at its
+                start and at its end
     unit        of torch's fully_shard: small blocks in parts on the ranks, beside the same blocks whole; none for one rank
-    unit_step   the same, once in a step: to gather and to sum, on this side of the network
+    unit_step   the same, once in a step, less its gather and its sum
     deferred    forward and backward of the probes with the gradients of parameters computed later, beside those of an ordinary
                 backward; by the FLOPs of a call, of products and of convolutions
 
-All of it is time of the processor that launches operations. On a GPU it passes while earlier kernels are at work: nothing is measured.
+All of it is time of the processor that launches operations, or of waiting for other ranks' processors. On a GPU it passes while earlier
+kernels are at work: nothing is measured.
 """
 
 from __future__ import annotations
@@ -24,15 +27,18 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
+import smpc.v1 as smp
 from smpc.calibration.operations import steady
 from smpc.calibration.probes import Probe, TextProbe, probes
 from smpc.calibration.ranks import Ranks
+from smpc.calibration.wires import Wires
 from smpc.compile import compile_model
 from smpc.executor.split_backward.intercept import Deferral
 from smpc.executor.split_backward.pending import Pending
 from smpc.executor.transport.loopback import loopback_transports
+from smpc.partitioner.costs.collectives import Kind
 from smpc.partitioner.costs.cost import deferred_of, name_of
-from smpc.partitioner.costs.device import Curve
+from smpc.partitioner.costs.device import Curve, at
 from smpc.runtime import Runtime
 from smpc.sample_inputs import Inputs
 from smpc.sharding import Keep, Sharded, ShardingOptions, Unit, find_units, shard
@@ -42,6 +48,7 @@ _MANY = 8  # microbatches
 _WIDTH = 16
 _BLOCKS, _LAYERS = 4, 4
 _ROUNDS = 11
+_FIRST = 3  # steps of a script, of which the first one compiles
 _LEAST = 1e-9  # s; a curve of powers has no zero
 _FEWEST, _MOST = 3, 4  # sizes of the probes of a family
 _SHARE_OF_TIME = 6  # beyond the fewest, one whose predecessor takes a longer part of the time is left out
@@ -58,13 +65,16 @@ class Programs:
     deferred: Mapping[str, Curve] = field(default_factory=dict)
 
 
-def measure_programs(ranks: Ranks, dtype: torch.dtype, seconds: float) -> Programs:
-    """In about so many seconds. Collective over the ranks; the same on each."""
+def measure_programs(ranks: Ranks, dtype: torch.dtype, seconds: float, wires: Wires) -> Programs:
+    """In about so many seconds, with the wires of the same ranks. Collective over the ranks; the same on each."""
     if ranks.device.type != "cpu":
         return Programs()
     action, step = _program_seconds_of_executor(ranks)
-    unit, unit_step = _program_seconds_of_unit(ranks) if ranks.per_host > 1 else (0.0, 0.0)
-    return Programs(action, step, unit, unit_step, _program_seconds_of_deferred(ranks, dtype, seconds))
+    unit, unit_step = _program_seconds_of_unit(ranks, wires) if ranks.per_host > 1 else (0.0, 0.0)
+    deferred = _program_seconds_of_deferred(ranks, dtype, seconds)
+    if 1 < ranks.size <= _BLOCKS * _LAYERS:
+        step = _program_seconds_of_script(ranks, action, wires)
+    return Programs(action, step, unit, unit_step, deferred)
 
 
 class _Blocks(nn.Module):
@@ -91,6 +101,40 @@ def _program_seconds_of_executor(ranks: Ranks) -> tuple[float, float]:
     text = TextProbe(64).train()
     step = _added_by_stage(ranks, text, torch.zeros(2, 64, dtype=torch.int64), 1)
     return action, max(0.0, step - 2 * action)
+
+
+@smp.step
+def _script_step(model: smp.DistributedModel, rows: Tensor) -> Tensor:
+    loss: Tensor = model(rows)
+    model.backward(loss)
+    return loss
+
+
+def _program_seconds_of_script(ranks: Ranks, action: float, wires: Wires) -> float:
+    """Of a training script's step, of one microbatch through all ranks."""
+    rows, blocks = torch.ones(4, _WIDTH), _Blocks()
+    whole = steady([_seconds_of(lambda: blocks(rows).backward(), blocks) for _ in range(_ROUNDS)])
+    smp.init({"pipeline_parallel_degree": ranks.size, "microbatches": 1, "ddp": False})
+    model = smp.DistributedModel(blocks)
+    times = []
+    for _ in range(_ROUNDS + _FIRST):
+        ranks.together()
+        times.append(_seconds_of(lambda: _script_step(model, rows), model))
+    smp.shutdown()
+    wire = wires.between if wires.between is not None else wires.inside
+    assert wire is not None, "there are several ranks"
+    messages = 2 * (ranks.size - 1) * (wire.latency + rows.nbytes / wire.rate)
+    (step,) = ranks.mean([steady(times[_FIRST:])])
+    return max(0.0, step - ranks.mean([whole])[0] - messages - 2 * ranks.size * action)
+
+
+def _seconds_of(body: Callable[[], object], model: nn.Module) -> float:
+    """By the clock; gradients are let go of before."""
+    for parameter in model.parameters():
+        parameter.grad = None
+    start = time.perf_counter()
+    body()
+    return time.perf_counter() - start
 
 
 def _added_by_stage(ranks: Ranks, model: nn.Module, inputs: Tensor, microbatches: int) -> float:
@@ -135,8 +179,8 @@ def _program_difference(
     return found
 
 
-def _program_seconds_of_unit(ranks: Ranks) -> tuple[float, float]:
-    """Of a unit in parts, in a microbatch, and once in a step. This thread's time alone: waits are those of collectives."""
+def _program_seconds_of_unit(ranks: Ranks, wires: Wires) -> tuple[float, float]:
+    """Of a unit in parts, in a microbatch, and once in a step: by the clock, so that it has what ranks wait for each other."""
     whole, divided = _Blocks(), _Blocks()
     group = [
         dist.new_group(list(range(first, first + ranks.per_host))) for first in range(0, ranks.size, ranks.per_host)
@@ -159,11 +203,13 @@ def _program_seconds_of_unit(ranks: Ranks) -> tuple[float, float]:
 
     both = nn.ModuleList((whole, divided))
     found = [
-        _program_difference(ranks, lambda m=m: step(m, sharded), lambda m=m: step(m, None), both, time.thread_time)  # type: ignore[misc]
+        _program_difference(ranks, lambda m=m: step(m, sharded), lambda m=m: step(m, None), both, time.perf_counter)  # type: ignore[misc]
         for m in (_MANY, 1)
     ]
     unit = max(0.0, (found[0] - found[1]) / ((_MANY - 1) * len(units)))
-    return unit, max(0.0, found[1] / len(units) - unit)
+    sent = sum(parameter.numel() for parameter in whole.parameters()) * 4 / len(units) / ranks.per_host
+    exchanged = sum(sent / at(wires.collectives[kind], sent) for kind in (Kind.ALL_GATHER, Kind.REDUCE_SCATTER))
+    return unit, max(0.0, found[1] / len(units) - unit - exchanged)
 
 
 def _program_seconds_of_deferred(ranks: Ranks, dtype: torch.dtype, seconds: float) -> dict[str, Curve]:

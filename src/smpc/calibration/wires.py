@@ -4,9 +4,9 @@
     measure_host(ranks)              between a device and its host's memory, whatever the ranks are
 
 A message is timed through the transport that steps use (`smpc.executor.measure.link_measurement`), a collective of replicas as torch has
-it, with the copies into and out of the buffers that it goes through, in several sizes. Those between operations are timed where they stand:
-what a row of products takes longer with a collective of `smpc.executor.collectives` after each. There each rank waits until the other
-is done with its product as well, and none of what the other has written is in a cache.
+it, with the copies into and out of the buffers that it goes through, in several sizes, and those between operations as
+`smpc.executor.collectives` has them. All of them are timed where they stand: what a row of products takes longer with a collective after
+each. There each rank waits until the other is done with its product as well, and none of what the other has written is in a cache.
 """
 
 from __future__ import annotations
@@ -32,7 +32,8 @@ from smpc.partitioner.costs.device import Curve, Wire
 _SIZES = (1 << 10, 1 << 14, 1 << 17, 1 << 20, 1 << 22)  # float32 elements
 _COPIED = 1 << 22  # float32 elements of a copy to the host
 _ROUNDS = 11
-_SIDE, _ROW = 192, 16  # of products, and how many
+_SIDE = 192  # of products
+_ROW, _ROW_OF_REPLICAS = 16, 4  # how many, between operations and for what is slower
 _LEAST = 1e-3  # of the time of such a row is for the calls between
 _TIMEOUT = datetime.timedelta(seconds=120)
 
@@ -90,11 +91,11 @@ def _collectives_on_wires(ranks: Ranks) -> dict[str, Curve]:
     found = {}
     for kind, call, factor in _collective_calls(group):
         curve = []
-        timed = _between_products if kind == IN_OPERATIONS else _seconds_on_wire
+        row = _ROW if kind == IN_OPERATIONS else _ROW_OF_REPLICAS
         for elements in _SIZES:
             tensor = torch.zeros(elements // ranks.per_host * ranks.per_host, device=ranks.device)
             sent = factor * 4 * tensor.numel() * (ranks.per_host - 1) / ranks.per_host
-            curve.append((sent, sent / timed(functools.partial(call, tensor), ranks)))
+            curve.append((sent, sent / _between_products(functools.partial(call, tensor), row, ranks)))
         curve.insert(0, (1.0, curve[0][1] / curve[0][0]))  # what is smaller takes as long as the smallest
         found[kind] = tuple(curve)
     return found
@@ -143,17 +144,17 @@ def _seconds_on_wire(call: Callable[[], object], ranks: Ranks) -> float:
     return ranks.most(steady(times))
 
 
-def _between_products(call: Callable[[], object], ranks: Ranks) -> float:
-    """Seconds by which a row of products grows for each call between them."""
+def _between_products(call: Callable[[], object], length: int, ranks: Ranks) -> float:
+    """Seconds by which a row of so many products grows for each call between them."""
     square = torch.ones(_SIDE, _SIDE, device=ranks.device)
 
     def row(between: Callable[[], object]) -> None:
-        for _ in range(_ROW):
+        for _ in range(length):
             square @ square
             between()
 
     apart, without = (_seconds_on_wire(functools.partial(row, body), ranks) for body in (call, lambda: None))
-    return max(apart - without, _LEAST * apart) / _ROW
+    return max(apart - without, _LEAST * apart) / length
 
 
 def assumed(bandwidth: float) -> Wire:

@@ -180,7 +180,10 @@ def step_parts(
         expert=min(expert, busy),
         context=min(context, max(0.0, busy - tensor)),
         waiting=pipeline * slowdown,
-        executor=inside + kernels.step + len(units) * (kernels.unit_step + microbatches * kernels.unit),
+        executor=inside
+        + kernels.step
+        + _agreement_seconds(around)
+        + len(units) * (kernels.unit_step + microbatches * kernels.unit),
         offload=timeline.stalled,
         useful=useful,
         amount=amount * microbatches * around.replicas.size // around.context.size,
@@ -227,6 +230,13 @@ def _executor_seconds_of_step(plan: Plan, timeline: Timeline, kernels: Kernels) 
     """Seconds of the executor in one microbatch's forwards and backwards, over all stages."""
     split = {event.action.stage for event in timeline.events if event.action.op is Op.WEIGHT}
     return sum(2 * kernels.action + (stage.split_time if stage.index in split else 0.0) for stage in plan.stages)
+
+
+def _agreement_seconds(around: StepSurroundings) -> float:
+    """Seconds in which ranks that share operations or gradients agree on the end of a step, where steps take time beside operations."""
+    device = around.devices[0]
+    groups = (around.tensor, around.replicas, around.context) if device.kernels.step else ()
+    return sum(collective_time(Kind.ALL_REDUCE, 8, group, device) for group in groups)
 
 
 def _unit_bytes(trace: Trace, around: StepSurroundings) -> tuple[int, ...]:

@@ -11,7 +11,7 @@ many tokens as it had, so numbers may differ between ranks.
 
 `exchange_rows` brings rows from every rank of a group to every other, in numbers that differ: an all-to-all that autograd goes through.
 All ranks know the largest number of rows that any of them sends to any. So all of them decide alike whether the rows go through the
-memory that the processes of a host share, padded, or through the process group, as they are.
+memory that the processes of a host share, padded, in one piece, or through the process group, as they are.
 """
 
 from __future__ import annotations
@@ -49,8 +49,9 @@ def moved(rows: Tensor, traffic: ShuffleTraffic, group: TensorGroup) -> Tensor:
     """`exchange_rows` outside autograd."""
     room = 1 << max(traffic.widest - 1, 0).bit_length()  # few sizes, as each is laid out once
     shape = (group.size * room, *rows.shape[1:])
-    slots = group.slots_for(rows.new_empty(1).expand(shape))
-    if slots is not None:
+    wanted = rows.new_empty(1).expand(shape)
+    slots = group.slots_for(wanted)
+    if slots is not None and slots.holds(wanted.nbytes):
         padded = rows.new_empty(shape)
         for rank, part in enumerate(torch.split(rows, list(traffic.send))):
             padded[rank * room : rank * room + part.shape[0]] = part
