@@ -32,9 +32,10 @@ from smpc.codegen.rewrite.context_parallel.rules import CALLS
 from smpc.codegen.rewrite.expert_parallel import Experts, divide_experts, parts_of_experts, shares_of
 from smpc.codegen.rewrite.kernels import Rewritten, rewrite_kernels, select_rewrites
 from smpc.codegen.rewrite.outputs import keep_outputs
+from smpc.codegen.rewrite.tensor_parallel.expert_rules import by_expert_rules
 from smpc.codegen.rewrite.tensor_parallel.rewrite import RING, rewrite
 from smpc.codegen.rewrite.tensor_parallel.strategy import Facts
-from smpc.codegen.rewrite.tensor_parallel.styles import StylePlan, choose_by_plan, find_plan
+from smpc.codegen.rewrite.tensor_parallel.styles import StylePlan, choose_by_plan
 from smpc.codegen.ring import prove_ring
 from smpc.codegen.schedule import evaluation
 from smpc.codegen.simulate import simulate_plan
@@ -73,7 +74,9 @@ class Sharing:
         degree, plan = options.tensor_parallel_degree, options.tensor_parallel_plan
         outputs = options.tensor_parallel_outputs
         if degree > 1:
-            return cls(degree, find_plan(model, plan), outputs)
+            from smpc.compile.experts import find_sharing_plan  # see `record_and_rewrite`
+
+            return cls(degree, find_sharing_plan(model, plan), outputs)
         if plan not in ("auto", "off") or (outputs is not None and options.context_parallel_degree == 1):
             raise ConfigError(
                 "tensor_parallel_plan and tensor_parallel_outputs have no effect with tensor_parallel_degree 1; leave them out, or set "
@@ -186,7 +189,8 @@ def rewrite_trace(
         divided = None if divided is None else dataclasses.replace(divided, collectives=shares_of(divided, trace))
     if sharing is not None:
         trace = _name_outputs(trace, sharing)
-        facts = Facts(trace, sharing.degree, more={**CALLS, **whole_draws.RULES}, draws_whole=whole)
+        more = {**CALLS, **whole_draws.RULES, **by_expert_rules(dict(sharing.plan.by_expert))}
+        facts = Facts(trace, sharing.degree, more=more, draws_whole=whole)
         sharded = rewrite(trace, choose_by_plan(trace, sharing.degree, sharing.plan, facts=facts), facts)
         trace = sharded.trace
     found = _use_kernels(trace, options, on_gpu)

@@ -28,11 +28,15 @@ _FEW = 4  # experts
 
 @dataclass(frozen=True, slots=True)
 class Confirmed:
-    """Experts that may be cut. `counts`: the attributes that say how many there are; `hidden`: the size of hidden states."""
+    """Experts that may be cut. `counts`: the attributes that say how many there are; `hidden`: the size of hidden states.
+
+    `may_share`: whether ranks that must draw the same random numbers, and have the same buffers, may divide them.
+    """
 
     experts: Stacked
     counts: tuple[str, ...]
     hidden: int
+    may_share: bool = True
 
 
 def confirm(experts: Stacked) -> Confirmed | str:
@@ -42,7 +46,7 @@ def confirm(experts: Stacked) -> Confirmed | str:
         for hidden in _widths(experts):
             reason = _tried_split(experts, counts, hidden)
             if reason is None:
-                return Confirmed(experts, counts, hidden)
+                return Confirmed(experts, counts, hidden, _may_share(experts, counts, hidden))
             reasons.append(reason)
     return next((reason for reason in reasons if "returned" in reason), reasons[-1])
 
@@ -94,6 +98,23 @@ def _tried_split(experts: Stacked, counts: tuple[str, ...], hidden: int) -> str 
     except Exception as error:  # whatever its forward raises
         return f"{name} could not be run on hidden states of {hidden} and some of its experts: {error}"
     return None
+
+
+def _may_share(experts: Stacked, counts: tuple[str, ...], hidden: int) -> bool:
+    """Whether it holds nothing but experts, and draws nothing in training."""
+    module = experts.module
+    if any(True for _ in module.buffers()) or set(experts.parameters) != {
+        name for name, _ in module.named_parameters()
+    }:
+        return False
+    generator = torch.Generator().manual_seed(0)
+    few = min(experts.num_experts, _FEW)
+    index = torch.arange(_TOKENS).remainder(few).unsqueeze(1)
+    with torch.no_grad(), torch.random.fork_rng():
+        some = _copy_with_experts(experts, _invented_parameters(experts, few, generator), counts).train()
+        before = torch.get_rng_state()
+        some(torch.zeros(_TOKENS, hidden), index, torch.ones(_TOKENS, 1))
+        return torch.equal(before, torch.get_rng_state())
 
 
 def _same_as_all(experts: Stacked, counts: tuple[str, ...], values: list[Tensor], tokens: Tensor) -> bool:
