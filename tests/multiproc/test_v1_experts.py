@@ -136,7 +136,10 @@ def check(tmp_path, name, pp, ep, world, config=None):
     config = config or {}
     found = run_workers(train, world, folder, name, pp, ep, config)
     losses, norms, gradients, state = eager(name, parts_of(world, pp, config))
-    seen, of_one = {}, ep * (2 if config.get("tensor_parallel_plan") and name != "listed" else 1)  # ranks that have them once
+    seen, of_one = (
+        {},
+        ep * (2 if config.get("tensor_parallel_plan") and name != "listed" else 1),
+    )  # ranks that have them once
     values, model = set(), made(name).eval()
     for own_losses, own_norms, own_gradients, whole, of_optimizer, evaluated in found:
         assert own_losses == pytest.approx(losses, rel=1e-6)

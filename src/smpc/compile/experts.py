@@ -15,6 +15,7 @@ from smpc.codegen.rewrite.tensor_parallel.fused_experts import columns_of
 from smpc.codegen.rewrite.tensor_parallel.styles import AUTO, StylePlan, find_plan
 from smpc.errors import ConfigError
 from smpc.experts.confirm import Confirmed, confirm
+from smpc.experts.segmented import find_segmented
 from smpc.experts.structure import Found, Stacked, find_experts
 
 
@@ -54,7 +55,8 @@ def find_sharing_plan(model: nn.Module, plan: str | Mapping[str, str]) -> StyleP
     if plan != AUTO:
         return found
     sliced = {name for name, module in model.named_modules() if columns_of(module) is not None}
-    return dataclasses.replace(found, by_expert=divided_by_expert(model, sliced.difference(found.experts.undivided)))
+    by_expert = divided_by_expert(model, sliced.difference(found.experts.undivided))
+    return dataclasses.replace(found, by_expert=by_expert, segmented=tuple(find_segmented(model).items()))
 
 
 def divided_by_expert(model: nn.Module, sliced: Collection[str] = ()) -> tuple[tuple[str, tuple[str, ...]], ...]:

@@ -93,7 +93,7 @@ class PartOfExperts(nn.Module):
         if tensor is None:
             found = _mixed(super().forward, parts, hidden, index, weights)
         else:
-            with _counting(self, parts.counts, parts.group.share(parts.num_experts) // tensor.size):
+            with counting(self, parts.counts, parts.group.share(parts.num_experts) // tensor.size):
                 found = _mixed(super().forward, parts, hidden, index, weights, tensor)
         return scale_gradient(found, num_slices)
 
@@ -145,7 +145,7 @@ def _own_share(index: Tensor, parts: Parts, tensor: TensorGroup) -> Tensor:
 
 
 @contextmanager
-def _counting(module: nn.Module, counts: tuple[str, ...], number: int) -> Iterator[None]:
+def counting(module: nn.Module, counts: tuple[str, ...], number: int) -> Iterator[None]:
     """In this context the attributes that count experts are this number."""
     before = {name: getattr(module, name) for name in counts}
     for name in counts:
@@ -175,7 +175,7 @@ def by_expert(module: nn.Module, counts: tuple[str, ...], group: TensorGroup, *a
 
     vars(module)["forward"] = forward
     try:
-        with _counting(module, counts, few):
+        with counting(module, counts, few):
             return module(*args, **kwargs)
     finally:
         del vars(module)["forward"]
