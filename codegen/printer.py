@@ -96,14 +96,15 @@ def node_source(node: Node, name_of: Namer) -> str:
 
 
 def _module_source(node: Node, name_of: Namer) -> str:
-    """A call of a module, by itself or with summands in place of some parameters."""
+    """A call of a module, by itself or by what calls it on a rank's part."""
     module, kwargs = attribute_source(node.target), dict(node.kwargs)
-    if targets.ON_SUMMANDS not in kwargs:
+    caller = next((name for name in targets.CALLERS if name in kwargs), None)
+    if caller is None:
         return f"{module}({_arguments(node, name_of)})"
-    names, group = kwargs.pop(targets.ON_SUMMANDS)
+    names, group = kwargs.pop(caller)
     alone = dataclasses.replace(node, kwargs=tuple(kwargs.items()))
     before = (module, repr(names), to_source(group, name_of))
-    return f"{_printed_callee(targets.ON_SUMMANDS)}({', '.join((*before, _arguments(alone, name_of)))})"
+    return f"{_printed_callee(caller)}({', '.join((*before, _arguments(alone, name_of)))})"
 
 
 def is_statement(node: Node) -> bool:

@@ -148,9 +148,10 @@ def _evaluate_node(
         kwargs = {key: resolved(value, values, device) for key, value in node.kwargs}
         module = model.get_submodule(node.target)
         with context(node.grad_enabled, node.autocast):
-            if targets.ON_SUMMANDS in kwargs:
-                names, group = kwargs.pop(targets.ON_SUMMANDS)
-                return targets.function(targets.ON_SUMMANDS)(module, names, group, *args, **kwargs)
+            for caller in targets.CALLERS:
+                if caller in kwargs:
+                    names, group = kwargs.pop(caller)
+                    return targets.function(caller)(module, names, group, *args, **kwargs)
             return module(*args, **kwargs)
     return evaluate(node, values, device)
 

@@ -24,9 +24,11 @@ SETATTR = "builtins.setattr"
 GETITEM = "_operator.getitem"
 SETITEM = "_operator.setitem"
 TENSOR_OPS = "smpc.executor.tensor_ops"  # what tensor-parallel stages call
-ON_SUMMANDS = (
-    f"{TENSOR_OPS}.on_summands"  # of a call of a module, as a keyword: by it, with (names of parameters, group)
-)
+# Of a call of a module, as a keyword: who calls it, with (names, group) before its arguments.
+ON_SUMMANDS = f"{TENSOR_OPS}.on_summands"  # names of parameters
+BY_EXPERT = "smpc.experts.stacked.by_expert"  # names of attributes that count experts
+IN_SEGMENTS = "smpc.experts.segmented.in_segments"  # (name, those) of modules inside
+CALLERS = (ON_SUMMANDS, BY_EXPERT, IN_SEGMENTS)
 APPLY = ".apply"  # how the names of custom autograd functions end
 
 # torch's own definition, in Python or from 2.14 on in C++: while a model is recorded, it is replaced by another one.

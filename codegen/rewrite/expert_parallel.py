@@ -110,13 +110,23 @@ def shares_of(found: ExpertTrace, trace: Trace) -> tuple[Collective, ...]:
     return tuple(shares)
 
 
-def _calls_of_experts(trace: Trace, found: Experts) -> list[Node]:
+def recorded_inside(trace: Trace, experts: Sequence[Experts]) -> tuple[str, ...]:
+    """The modules with experts that are not called whole."""
+    return tuple(found.module for found in experts if not _nodes_of_experts(trace, found))
+
+
+def _nodes_of_experts(trace: Trace, found: Experts) -> list[Node]:
     """The nodes in which the experts are called: themselves, or a module around them."""
-    calls = [
+    return [
         node
         for node in trace.nodes
         if node.kind is NodeKind.CALL_MODULE and f"{found.module}.".startswith(f"{node.target}.")
     ]
+
+
+def _calls_of_experts(trace: Trace, found: Experts) -> list[Node]:
+    """Those; PartitionError if there are none."""
+    calls = _nodes_of_experts(trace, found)
     if not calls:
         raise PartitionError(
             f"{found.name}: expected experts that are called whole, so that their tokens can travel, found recorded operations inside; "

@@ -22,7 +22,8 @@ from torch import Tensor, nn
 
 from smpc.codegen.rewrite.tensor_parallel.layouts import REPLICATED, Layout
 from smpc.codegen.rewrite.tensor_parallel.rewrite import GROUP, TENSOR, ShardedTrace, describe
-from smpc.codegen.rewrite.tensor_parallel.styles import StylePlan, find_plan
+from smpc.codegen.rewrite.tensor_parallel.styles import StylePlan
+from smpc.compile.experts import find_sharing_plan
 from smpc.compile.passes import Sharing, rewrite_trace
 from smpc.compile.result import Traced
 from smpc.errors import ConfigError
@@ -116,7 +117,7 @@ def shard(
     TraceError for a model that cannot be recorded.
     """
     check_not_shared(model, TENSOR)
-    styles = find_plan(model, plan)
+    styles = find_sharing_plan(model, plan)
     return ShardedModule(model, group, record_modes(model, sample_inputs), styles, outputs, draw_as_one_process)
 
 

@@ -22,7 +22,7 @@ import torch
 from tensor_ranks import run_ranks, tensor_groups
 
 from smpc.codegen.rewrite.tensor_parallel.search import choose
-from smpc.codegen.rewrite.tensor_parallel.styles import find_plan
+from smpc.compile.experts import find_sharing_plan
 from smpc.errors import SmpcError
 from smpc.recorded import record_modes
 from smpc.tensor_parallel import ShardedModule
@@ -137,7 +137,7 @@ def compare(model, batch, degree):
     wanted, again = (_results(copy.deepcopy(model), batch, seed) for seed in (3, 4))
     if largest_error(again, wanted)[1] > 0:
         return None
-    recordings, plan = record_modes(model, batch), find_plan(model, "auto")  # of all ranks
+    recordings, plan = record_modes(model, batch), find_sharing_plan(model, "auto")  # of all ranks
     searched = _search(recordings[model.training].trace, degree)
     modules = [ShardedModule(copy.deepcopy(model), group, recordings, plan) for group in tensor_groups(degree)]
 

@@ -42,7 +42,10 @@ OWN_MODULE = (
 )
 WHOLE = "what to do: do it in a module of its own, which is then called whole, or outside the model"
 OUTSIDE = "what to do: do it outside the model, before or after the step"
-CONVERT = "what to do: convert it once, before the model is used, or for one use at a time (`F.linear(x, layer.weight.to(x.dtype))`)"
+CONVERT = (
+    "what to do: convert it once, before the model is used, or for one use at a time (`F.linear(x, layer.weight.to(x.dtype))`); where the "
+    "model is cast (bf16, fp16), have forward ask for that type, which the configuration of a model may say"
+)
 
 _HOOK = (
     "hangs a hook on {fqn}, which would hang there again after every call",

@@ -456,4 +456,6 @@ def _check_converted(recorder: Recorder, tensor: Tensor, fn: _Convert) -> None:
         return
     before, after = (f"{value.dtype} on {value.device.type}" for value in (tensor, found))
     change = f"from {before} to {after}" if before != after else "in other memory, or with other values"
-    recorder.watch.refuse_everywhere(f"forward converts {recorder.known(tensor)} {change}", CONVERT)
+    lasting = "which lasts: from then on it would be trained in a type that its optimizer was not given"
+    lasting = f", {lasting}" if before != after and isinstance(tensor, torch.nn.Parameter) else ""
+    recorder.watch.refuse_everywhere(f"forward converts {recorder.known(tensor)} {change}{lasting}", CONVERT)

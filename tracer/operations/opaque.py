@@ -158,7 +158,7 @@ def _real_run(
     """One real run, with the first sizes of the inputs replaced as `first_sizes` says."""
     leaves, structure = flatten((args, kwargs))
     saved: list[tuple[int, int]] = []
-    seen: set[int] = set()
+    seen: dict[int, torch.UntypedStorage] = {}  # kept, as others would get the address of one that is let go of
     with torch._C.DisableTorchFunction(), unset_fake_temporarily(), torch.random.fork_rng():
         inputs = [values.input(leaf, first_sizes) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
         memo = {id(fake): values.state(state.originals[id(fake)]) for fake in (*module.parameters(), *module.buffers())}
@@ -176,7 +176,7 @@ def _real_run(
             if storage._cdata in owned:
                 kept[owned[storage._cdata]] = None
             elif storage._cdata not in seen:
-                seen.add(storage._cdata)
+                seen[storage._cdata] = storage
                 saved.append((positions.get(storage._cdata, -1), storage.nbytes()))
             return tensor
 

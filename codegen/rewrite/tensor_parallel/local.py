@@ -6,6 +6,8 @@ cross_entropy(x, y)     on split classes            tensor_ops.cross_entropy(x, 
 conv2d(x, w, groups=8)  on split channels, 2 ranks  conv2d(x, w, groups=4)
 experts(x, i, weights)  on slices of the sequence   experts(x, i, weights, num_sequence_slices=2): a module called whole is told
                         on slices of the experts    tensor_ops.on_summands(experts, ("bias",), group, x, i, weights): a bias added once
+                        with some of the experts    by_expert(experts, ("num_experts",), group, x, i, weights): these alone serve tokens
+block(x)                with some of the experts    in_segments(block, (("up", ("num_experts",)),), group, x): of modules inside
 """
 
 from __future__ import annotations
@@ -17,13 +19,17 @@ from smpc.codegen.rewrite.tensor_parallel.rules import localised
 from smpc.codegen.rewrite.tensor_parallel.strategy import Facts, Strategy, argument, short_name
 from smpc.tracer.constants import Ref
 from smpc.tracer.ir import Node, NodeKind
-from smpc.tracer.targets import ON_SUMMANDS, TENSOR_OPS
+from smpc.tracer.targets import BY_EXPERT, IN_SEGMENTS, ON_SUMMANDS, TENSOR_OPS
 
 
 def on_parts(facts: Facts, node: Node, strategy: Strategy, group: Ref) -> Node:
     """The node as a rank runs it by a strategy, with the names of its inputs as they are; `group` has the rank's TensorGroup."""
     if strategy.way and node.kind is NodeKind.CALL_MODULE:
         return dataclasses.replace(node, kwargs=(*node.kwargs, (strategy.way, facts.degree)))
+    if strategy.experts:
+        has_summands = strategy.output == PARTIAL
+        caller, names = (BY_EXPERT, strategy.experts[0][1]) if has_summands else (IN_SEGMENTS, strategy.experts)
+        return dataclasses.replace(node, kwargs=((caller, (names, group)), *node.kwargs))
     summands = tuple(name.removeprefix(f"{node.target}.") for name, layout in strategy.state if layout == PARTIAL)
     if summands:
         return dataclasses.replace(node, kwargs=((ON_SUMMANDS, (summands, group)), *node.kwargs))

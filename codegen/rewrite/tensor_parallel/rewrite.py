@@ -292,17 +292,17 @@ class _Writer:
 
     def _note_inside(self, node: Node, strategy: Strategy) -> None:
         """The collectives that an operation makes itself."""
-        layouts = zip(node.inputs, strategy.inputs, strict=True)
-        value, source = next(pair for pair in layouts if pair[1].kind is Kind.SHARDED)
-        spec = self.facts.spec(value)
-        assert spec is not None, "it has been sharded"
-        gathering = conversion(source, REPLICATED, spec, self.choice.degree) or ()
-        instead = sum(sum(sent_bytes(step, spec, self.choice.degree)) for step in gathering)
+        layouts = [*zip(node.inputs, strategy.inputs, strict=True)]
+        value, source = next((pair for pair in layouts if pair[1].kind is Kind.SHARDED), layouts[0])
+        spec, instead = self.facts.spec(value), 0
+        if spec is not None:
+            gathering = conversion(source, REPLICATED, spec, self.choice.degree) or ()
+            instead = sum(sum(sent_bytes(step, spec, self.choice.degree)) for step in gathering)
         module, sent, back = self.trace.calls[node.call].fqn, sum(strategy.sent), sum(strategy.sent_back)
         target = strategy.output if strategy.way else REPLICATED
         saved = 0 if strategy.way else max(0, instead - sent)
         overlaps = strategy.way == RING
-        name = strategy.way or short_name(node.target)
+        name = strategy.way or ("all_reduce" if strategy.experts else short_name(node.target))
         self.collectives.append(Collective(node.name, name, value, source, target, module, sent, back, saved, overlaps))
 
     @property

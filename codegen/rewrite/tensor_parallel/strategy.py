@@ -38,7 +38,8 @@ class Strategy:
     `state`: layouts of parameters that a module called whole reads itself; of a summand (P) every rank holds the whole. `sent`: bytes that
     a rank sends in each of the collectives inside the operation, forward and backward. `way`: the operation of
     `smpc.executor.tensor_ops` that does it on slices, where that is not the operation itself; of a module called whole, the argument by
-    which it is told of how many slices one is.
+    which it is told of how many slices one is. `experts`: of a module in which ranks have whole experts, the names of those with experts
+    ("": itself), and the attributes that count these in each.
     """
 
     inputs: tuple[Layout, ...]
@@ -47,6 +48,7 @@ class Strategy:
     sent: tuple[int, ...] = ()
     sent_back: tuple[int, ...] = ()
     way: str = ""
+    experts: tuple[tuple[str, tuple[str, ...]], ...] = ()
 
     @property
     def divides_work(self) -> bool:

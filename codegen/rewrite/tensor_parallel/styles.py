@@ -27,7 +27,7 @@ from torch import nn
 
 from smpc.codegen.rewrite.tensor_parallel.fused_experts import FusedExperts, fused_experts
 from smpc.codegen.rewrite.tensor_parallel.layout_problem import Weights
-from smpc.codegen.rewrite.tensor_parallel.layouts import REPLICATED, Kind, Layout
+from smpc.codegen.rewrite.tensor_parallel.layouts import PARTIAL, REPLICATED, Kind, Layout
 from smpc.codegen.rewrite.tensor_parallel.search import ShardingChoice, choose
 from smpc.codegen.rewrite.tensor_parallel.strategy import Facts, Strategy, short_name
 from smpc.config.files import parse_json, read_text
@@ -62,13 +62,16 @@ class StylePlan:
     """`styles`: (pattern, style) pairs; None: choose freely. `layouts` of parameters that are decided already; None: none are.
 
     `whole`: names of modules whose parameters every rank has whole, whatever else is said. `experts`: how ranks can have slices of those
-    that are called whole.
+    that are called whole. `by_expert`: of modules whose experts ranks can have some of, the names, and the attributes that count experts.
+    `segmented`: the same of modules of products on rows that lie expert by expert.
     """
 
     styles: tuple[tuple[str, str], ...] | None = None
     layouts: tuple[tuple[str, Layout], ...] | None = None
     whole: tuple[str, ...] = ()
     experts: FusedExperts = field(default_factory=FusedExperts)
+    by_expert: tuple[tuple[str, tuple[str, ...]], ...] = ()
+    segmented: tuple[tuple[str, tuple[str, ...]], ...] = ()
 
 
 def find_plan(model: nn.Module, plan: str | Mapping[str, str]) -> StylePlan:
@@ -148,7 +151,7 @@ class _Whole:
     def __init__(self, trace: Trace, plan: StylePlan) -> None:
         names = [name for state in trace.state for name in state.names]
         self._names = frozenset(name for name in names if name.startswith(tuple(f"{module}." for module in plan.whole)))
-        self._experts = plan.experts
+        self._experts, self._by_expert, self._segmented = plan.experts, dict(plan.by_expert), dict(plan.segmented)
 
     def allows(self, node: Node, strategy: Strategy) -> bool:
         """Whether none of them is divided."""
@@ -157,10 +160,13 @@ class _Whole:
         divided = {name: layout for name, layout in strategy.state if layout.kind is Kind.SHARDED}
         if not divided:
             return True
+        if strategy.experts:
+            known = self._by_expert if strategy.output == PARTIAL else self._segmented
+            return all(known.get(f"{node.target}.{name}".rstrip(".")) == counts for name, counts in strategy.experts)
         alternates = all(layout.is_plain for layout in divided.values())
         return (
             not any(name in self._names for name in divided)
-            and node.target not in self._experts.undivided
+            and node.target not in (*self._experts.undivided, *self._by_expert)
             and alternates == (node.target in self._experts.alternating)
         )
 

@@ -1,12 +1,21 @@
-"""Which experts of a model a compilation divides over ranks: those that `smpc.experts` finds and can cut."""
+"""Which experts of a model a compilation divides over ranks: those that `smpc.experts` finds and can cut.
+
+`experts_to_divide` is for expert-parallel ranks, `find_sharing_plan` for tensor-parallel ones, which have slices of them or some of them.
+"""
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Collection, Mapping
+
 from torch import nn
 
-from smpc.codegen.rewrite.expert_parallel import Experts
+from smpc.codegen.rewrite.expert_parallel import PARTS, Experts
+from smpc.codegen.rewrite.tensor_parallel.fused_experts import columns_of
+from smpc.codegen.rewrite.tensor_parallel.styles import AUTO, StylePlan, find_plan
 from smpc.errors import ConfigError
-from smpc.experts.confirm import confirm
+from smpc.experts.confirm import Confirmed, confirm
+from smpc.experts.segmented import find_segmented
 from smpc.experts.structure import Found, Stacked, find_experts
 
 
@@ -38,3 +47,33 @@ def _named_experts(found: Found) -> Experts:
         for key, member in zip(found.keys, found.members, strict=True)
     )
     return Experts(found.name, found.block_name, found.num_experts, members=members)
+
+
+def find_sharing_plan(model: nn.Module, plan: str | Mapping[str, str]) -> StylePlan:
+    """`find_plan`, with the modules of which ranks may have some of the experts each."""
+    found = find_plan(model, plan)
+    if plan != AUTO:
+        return found
+    sliced = {name for name, module in model.named_modules() if columns_of(module) is not None}
+    by_expert = divided_by_expert(model, sliced.difference(found.experts.undivided))
+    return dataclasses.replace(found, by_expert=by_expert, segmented=tuple(find_segmented(model).items()))
+
+
+def divided_by_expert(model: nn.Module, sliced: Collection[str] = ()) -> tuple[tuple[str, tuple[str, ...]], ...]:
+    """The modules of whose experts tensor-parallel ranks may have some each, but those of which they have slices.
+
+    With the attributes that count experts. Those that expert-parallel ranks divide already are among them.
+    """
+    found = divided_parts(model)
+    for one in find_experts(model):
+        if isinstance(one, Stacked) and one.name not in sliced:
+            known = confirm(one)
+            if isinstance(known, Confirmed) and known.may_share:
+                found[one.name] = known.counts
+    return tuple((name, counts) for name, counts in found.items() if name not in sliced)
+
+
+def divided_parts(model: nn.Module) -> dict[str, tuple[str, ...]]:
+    """Of the modules that hold some of the experts those of which tensor-parallel ranks may have some each; what counts experts in them."""
+    parts = {name: vars(module)[PARTS] for name, module in model.named_modules() if PARTS in vars(module)}
+    return {name: part.counts for name, part in parts.items() if part.may_share}

@@ -16,7 +16,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -29,12 +29,13 @@ from smpc.codegen.program import RankProgram, Schedule, StageCode
 from smpc.codegen.rewrite import whole_draws
 from smpc.codegen.rewrite.context_parallel.rewrite import ZIGZAG, ContextPlan, ContextTrace, share_sequence
 from smpc.codegen.rewrite.context_parallel.rules import CALLS
-from smpc.codegen.rewrite.expert_parallel import Experts, divide_experts, parts_of_experts, shares_of
+from smpc.codegen.rewrite.expert_parallel import Experts, divide_experts, parts_of_experts, recorded_inside, shares_of
 from smpc.codegen.rewrite.kernels import Rewritten, rewrite_kernels, select_rewrites
 from smpc.codegen.rewrite.outputs import keep_outputs
+from smpc.codegen.rewrite.tensor_parallel.expert_rules import whole_expert_rules
 from smpc.codegen.rewrite.tensor_parallel.rewrite import RING, rewrite
-from smpc.codegen.rewrite.tensor_parallel.strategy import Facts
-from smpc.codegen.rewrite.tensor_parallel.styles import StylePlan, choose_by_plan, find_plan
+from smpc.codegen.rewrite.tensor_parallel.strategy import Facts, Rule
+from smpc.codegen.rewrite.tensor_parallel.styles import StylePlan, choose_by_plan
 from smpc.codegen.ring import prove_ring
 from smpc.codegen.schedules.named import evaluation
 from smpc.codegen.simulate import simulate_plan
@@ -73,7 +74,9 @@ class Sharing:
         degree, plan = options.tensor_parallel_degree, options.tensor_parallel_plan
         outputs = options.tensor_parallel_outputs
         if degree > 1:
-            return cls(degree, find_plan(model, plan), outputs)
+            from smpc.compile.experts import find_sharing_plan  # see `record_and_rewrite`
+
+            return cls(degree, find_sharing_plan(model, plan), outputs)
         if plan not in ("auto", "off") or (outputs is not None and options.context_parallel_degree == 1):
             raise ConfigError(
                 "tensor_parallel_plan and tensor_parallel_outputs have no effect with tensor_parallel_degree 1; leave them out, or set "
@@ -133,14 +136,12 @@ def compile_batch(
     show = show_phase or (lambda phase: None)
     inputs = first_microbatch(as_inputs(sample_inputs), options.microbatches)
     show("Tracing the model")
-    recording = record_guarded(model, Request(*inputs), options.leaf_modules)
+    request, experts = Request(*inputs), _experts_of(model, options)
+    recording = record_guarded(model, request, options.leaf_modules)
+    if inside := recorded_inside(recording.trace, experts):
+        recording = record_guarded(model, request, (*options.leaf_modules, *inside))
     if options.tensor_parallel_degree > 1 or options.context_parallel_degree > 1:
         show("Choosing layouts")
-    experts: tuple[Experts, ...] = ()
-    if options.expert_parallel_degree > 1:
-        from smpc.compile.experts import experts_to_divide  # and what trains them, which takes a second
-
-        experts = experts_to_divide(model, options.expert_parallel_degree)
     traced = rewrite_trace(
         recording.trace, options, Sharing.of(model, options), context=ContextSharing.of(model, options), experts=experts
     )
@@ -155,6 +156,20 @@ def compile_batch(
         divided=traced.divided,
         environment=recording.environment,
     )
+
+
+def _expert_rules(plan: StylePlan) -> Mapping[str, Rule]:
+    """The rules of modules of whose experts ranks may have some each."""
+    return whole_expert_rules(dict(plan.by_expert), dict(plan.segmented))
+
+
+def _experts_of(model: nn.Module, options: PipelineOptions) -> tuple[Experts, ...]:
+    """The experts that expert-parallel ranks divide."""
+    if options.expert_parallel_degree == 1:
+        return ()
+    from smpc.compile.experts import experts_to_divide  # and what trains them, which takes a second
+
+    return experts_to_divide(model, options.expert_parallel_degree)
 
 
 def rewrite_trace(
@@ -186,7 +201,8 @@ def rewrite_trace(
         divided = None if divided is None else dataclasses.replace(divided, collectives=shares_of(divided, trace))
     if sharing is not None:
         trace = _name_outputs(trace, sharing)
-        facts = Facts(trace, sharing.degree, more={**CALLS, **whole_draws.RULES}, draws_whole=whole)
+        more = {**CALLS, **whole_draws.RULES, **_expert_rules(sharing.plan)}
+        facts = Facts(trace, sharing.degree, more=more, draws_whole=whole)
         sharded = rewrite(trace, choose_by_plan(trace, sharing.degree, sharing.plan, facts=facts), facts)
         trace = sharded.trace
     found = _use_kernels(trace, options, on_gpu)

@@ -28,26 +28,30 @@ _FEW = 4  # experts
 
 @dataclass(frozen=True, slots=True)
 class Confirmed:
-    """Experts that may be cut. `counts`: the attributes that say how many there are; `hidden`: the size of hidden states."""
+    """Experts that may be cut. `counts`: the attributes that say how many there are; `hidden`: the size of hidden states.
+
+    `may_share`: whether ranks that must draw the same random numbers, and have the same buffers, may divide them.
+    """
 
     experts: Stacked
     counts: tuple[str, ...]
     hidden: int
+    may_share: bool = True
 
 
 def confirm(experts: Stacked) -> Confirmed | str:
     """What is needed to cut these experts, or why they cannot be cut."""
     reasons = []
-    for counts in _counting_attributes(experts):
+    for counts in counting_attributes(experts):
         for hidden in _widths(experts):
             reason = _tried_split(experts, counts, hidden)
             if reason is None:
-                return Confirmed(experts, counts, hidden)
+                return Confirmed(experts, counts, hidden, _may_share(experts, counts, hidden))
             reasons.append(reason)
     return next((reason for reason in reasons if "returned" in reason), reasons[-1])
 
 
-def _counting_attributes(experts: Stacked) -> list[tuple[str, ...]]:
+def counting_attributes(experts: Stacked) -> list[tuple[str, ...]]:
     """Sets of attributes that may hold the number of experts."""
     numbers = [
         name
@@ -73,11 +77,11 @@ def _tried_split(experts: Stacked, counts: tuple[str, ...], hidden: int) -> str 
     tokens = torch.randn(_TOKENS, hidden, generator=generator)
     weights = torch.rand(_TOKENS, 2, generator=generator)
     index = torch.stack([torch.arange(_TOKENS) % few, (torch.arange(_TOKENS) + 1) % few], 1)
-    values = _invented_parameters(experts, few, generator)
+    values = invented_parameters(experts, few, generator)
     ones = torch.ones(_TOKENS, 1)
     try:
         with torch.no_grad(), torch.random.fork_rng():
-            some = _copy_with_experts(experts, values, counts)
+            some = copy_with_experts(experts, values, counts)
             slots = [some(tokens, index[:, slot : slot + 1], ones) for slot in range(2)]
             if any(not isinstance(slot, Tensor) or slot.shape != tokens.shape for slot in slots):
                 return f"{name} returned something else than a tensor of the hidden states' shape"
@@ -85,7 +89,7 @@ def _tried_split(experts: Stacked, counts: tuple[str, ...], hidden: int) -> str 
             mixed = sum(slot * weights[:, [place]] for place, slot in enumerate(slots))
             if not _close(both, mixed):
                 return f"{name} returned something else than the sum of weight times expert"
-            alone = _copy_with_experts(experts, [value[first:] for value in values], counts)
+            alone = copy_with_experts(experts, [value[first:] for value in values], counts)
             local = torch.arange(_TOKENS).remainder(few - first).unsqueeze(1)
             if not _close(alone(tokens, local, ones), some(tokens, local + first, ones)):
                 return f"{name} returned something else for some of its experts, without the others"
@@ -96,14 +100,31 @@ def _tried_split(experts: Stacked, counts: tuple[str, ...], hidden: int) -> str 
     return None
 
 
+def _may_share(experts: Stacked, counts: tuple[str, ...], hidden: int) -> bool:
+    """Whether it holds nothing but experts, and draws nothing in training."""
+    module = experts.module
+    if any(True for _ in module.buffers()) or set(experts.parameters) != {
+        name for name, _ in module.named_parameters()
+    }:
+        return False
+    generator = torch.Generator().manual_seed(0)
+    few = min(experts.num_experts, _FEW)
+    index = torch.arange(_TOKENS).remainder(few).unsqueeze(1)
+    with torch.no_grad(), torch.random.fork_rng():
+        some = copy_with_experts(experts, invented_parameters(experts, few, generator), counts).train()
+        before = torch.get_rng_state()
+        some(torch.zeros(_TOKENS, hidden), index, torch.ones(_TOKENS, 1))
+        return torch.equal(before, torch.get_rng_state())
+
+
 def _same_as_all(experts: Stacked, counts: tuple[str, ...], values: list[Tensor], tokens: Tensor) -> bool:
     """Whether setting the counts changes nothing else: against all E experts, each with the values of the first."""
     count = experts.num_experts
     every = [value[:1].expand(count, *value.shape[1:]) for value in values]
     if sum(value.numel() for value in every) <= _LARGE:
         every = [value.contiguous() for value in every]
-    whole = _copy_with_experts(experts, every, ())
-    some = _copy_with_experts(experts, [value[:1].expand_as(value).contiguous() for value in values], counts)
+    whole = copy_with_experts(experts, every, ())
+    some = copy_with_experts(experts, [value[:1].expand_as(value).contiguous() for value in values], counts)
     index = (torch.arange(len(tokens)) % len(values[0])).unsqueeze(1)
     ones = torch.ones(len(tokens), 1)
     return _close(whole(tokens, index, ones), some(tokens, index, ones))
@@ -113,7 +134,7 @@ def _close(found: Tensor, expected: Tensor) -> bool:
     return torch.allclose(found, expected, rtol=1e-4, atol=1e-5)
 
 
-def _invented_parameters(experts: Stacked, few: int, generator: torch.Generator) -> list[Tensor]:
+def invented_parameters(experts: Stacked, few: int, generator: torch.Generator) -> list[Tensor]:
     """Invented parameters of a few experts. Large ones repeat a short sequence."""
     found = []
     for name in experts.parameters:
@@ -125,7 +146,7 @@ def _invented_parameters(experts: Stacked, few: int, generator: torch.Generator)
     return found
 
 
-def _copy_with_experts(experts: Stacked, values: list[Tensor], counts: tuple[str, ...]) -> nn.Module:
+def copy_with_experts(experts: Stacked, values: list[Tensor], counts: tuple[str, ...]) -> nn.Module:
     """The module with other parameters, on the CPU; attributes that count experts say how many these are."""
     module = experts.module
     invented = dict(zip(experts.parameters, values, strict=True))

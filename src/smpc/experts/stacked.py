@@ -4,6 +4,9 @@ The module stays the same object under the same name, with the same hooks. Its c
 ranks of their experts, calls the module's own forward there, with one expert a row and weights of one, and multiplies by the weights
 where the tokens came from. A rank to which no token comes calls it with one row of zeros, so that its parameters get gradients of zero.
 
+Tensor-parallel ranks, which have the same tokens, may divide these experts once more (`by_expert`), or all of a module's: each serves
+what goes to its own, and returns a summand. Rank k of t has the k-th part of each expert-parallel rank's experts, so one run of the whole.
+
 `take_role` gives a module that stays the same object another forward: its class becomes a subclass that a role comes first in.
 """
 
@@ -11,6 +14,8 @@ from __future__ import annotations
 
 import functools
 import inspect
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -39,6 +44,10 @@ def _with_role(module_class: Any, role: Any) -> Any:
     return type(module_class.__name__, (role, module_class), {"__module__": module_class.__module__})
 
 
+_TENSOR = "_smpc_tensor_ranks"  # the argument by which a part is told that tensor-parallel ranks divide it
+_ROUTING = 3  # hidden states, experts, weights
+
+
 @dataclass(frozen=True, slots=True)
 class Options:
     """How tokens travel. `gradient_scale`: what the gradients of experts, sums over all ranks' tokens, are multiplied by.
@@ -61,6 +70,8 @@ class Parts:
     group: TensorGroup
     options: Options
     names: tuple[str, ...]  # of the three arguments of forward
+    counts: tuple[str, ...] = ()  # the attributes that count experts
+    may_share: bool = False  # whether tensor-parallel ranks may divide them once more
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Parts:
         return self
@@ -76,34 +87,100 @@ class PartOfExperts(nn.Module):
         gradients of a loss of their own: for the experts, its rows count as many times.
         """
         parts: Parts = vars(self)[PARTS]
-        num_slices = kwargs.pop(SLICES, 1)
+        num_slices, tensor = kwargs.pop(SLICES, 1), kwargs.pop(_TENSOR, None)
         hidden, index, weights = _routing_arguments(parts.names, args, kwargs)
         hidden, weights = scale_gradient(hidden, 1 / num_slices), scale_gradient(weights, 1 / num_slices)
-        options, group = parts.options, parts.group
-        tokens = hidden.reshape(-1, hidden.shape[-1])
-        index = index.reshape(-1, index.shape[-1])
-        if options.router == "balanced":
-            index = round_robin_route(len(tokens), index.shape[1], parts.num_experts, index.device)
-        capacity = None
-        if options.capacity_factor is not None:
-            capacity = capacity_of(options.capacity_factor, len(tokens), index.shape[1], parts.num_experts)
-        how: dict[str, Any] = {"way": options.way, "capacity": capacity, "is_sorted": False}  # the module sorts them
-        rows, plan = dispatch(tokens, index, parts.num_experts, group, **how)
-        local = plan.index().unsqueeze(1)
-        outputs = self._served(scale_gradient(rows, 1 / options.gradient_scale), local)
-        outputs = scale_gradient(outputs, options.gradient_scale)
-        found = scale_gradient(combine(outputs, plan, weights.reshape(index.shape), group), num_slices)
-        return found.view(*hidden.shape[:-1], found.shape[-1])
+        if tensor is None:
+            found = _mixed(super().forward, parts, hidden, index, weights)
+        else:
+            with counting(self, parts.counts, parts.group.share(parts.num_experts) // tensor.size):
+                found = _mixed(super().forward, parts, hidden, index, weights, tensor)
+        return scale_gradient(found, num_slices)
 
-    def _served(self, rows: Tensor, local: Tensor) -> Tensor:
-        """This rank's experts on their rows [R, H]; `local` [R, 1] numbers them from 0."""
-        own = super().forward
-        if rows.shape[0]:
-            found: Tensor = own(rows, local, rows.new_ones(local.shape))
-            return found
-        one = rows.sum(0, keepdim=True)  # zero, and connected
-        alone: Tensor = own(one, local.new_zeros(1, 1), one.new_ones(1, 1))
-        return alone[:0]
+
+def _mixed(
+    own: Callable[..., Tensor],
+    parts: Parts,
+    hidden: Tensor,
+    index: Tensor,
+    weights: Tensor,
+    tensor: TensorGroup | None = None,
+) -> Tensor:
+    """What the experts of all ranks of `parts.group` return; with `tensor`, of these what this rank's part of that group has."""
+    options, group = parts.options, parts.group
+    tokens = hidden.reshape(-1, hidden.shape[-1])
+    index = index.reshape(-1, index.shape[-1])
+    if options.router == "balanced":
+        index = round_robin_route(len(tokens), index.shape[1], parts.num_experts, index.device)
+    capacity = None
+    if options.capacity_factor is not None:
+        capacity = capacity_of(options.capacity_factor, len(tokens), index.shape[1], parts.num_experts)
+    num_experts = parts.num_experts
+    if tensor is not None:
+        index, num_experts = _own_share(index, parts, tensor), num_experts // tensor.size
+    how: dict[str, Any] = {"way": options.way, "capacity": capacity, "is_sorted": False}  # the module sorts them
+    rows, plan = dispatch(tokens, index, num_experts, group, **how)
+    local = plan.index().unsqueeze(1)
+    outputs = _served(own, scale_gradient(rows, 1 / options.gradient_scale), local)
+    outputs = scale_gradient(outputs, options.gradient_scale)
+    found = combine(outputs, plan, weights.reshape(index.shape), group)
+    return found.view(*hidden.shape[:-1], found.shape[-1])
+
+
+def _served(own: Callable[..., Tensor], rows: Tensor, local: Tensor) -> Tensor:
+    """This rank's experts on their rows [R, H]; `local` [R, 1] numbers them from 0."""
+    if rows.shape[0]:
+        return own(rows, local, rows.new_ones(local.shape))
+    one = rows.sum(0, keepdim=True)  # zero, and connected
+    return own(one, local.new_zeros(1, 1), one.new_ones(1, 1))[:0]
+
+
+def _own_share(index: Tensor, parts: Parts, tensor: TensorGroup) -> Tensor:
+    """The experts of each token as numbers of those that ranks like this one in their tensor-parallel groups have; -1 for others."""
+    each = parts.num_experts // parts.group.size
+    own = each // tensor.size
+    place = index % each
+    is_own = (index >= 0) & (index < parts.num_experts) & (place // own == tensor.rank)
+    return torch.where(is_own, index // each * own + place % own, -1)
+
+
+@contextmanager
+def counting(module: nn.Module, counts: tuple[str, ...], number: int) -> Iterator[None]:
+    """In this context the attributes that count experts are this number."""
+    before = {name: getattr(module, name) for name in counts}
+    for name in counts:
+        setattr(module, name, number)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            setattr(module, name, value)
+
+
+def by_expert(module: nn.Module, counts: tuple[str, ...], group: TensorGroup, *args: Any, **kwargs: Any) -> Any:
+    """Calls a module of whose experts this tensor-parallel rank has some, by rank: a summand of what it returns with all of them.
+
+    `counts`: its attributes that say how many there are. Hooks of the module see this rank's call of it, with all tokens.
+    """
+    if PARTS in vars(module):
+        return module(*args, **kwargs, **{_TENSOR: group})
+    own, instead = module.forward, vars(module).get("forward")
+    few = next(module.parameters()).shape[0]
+    parts = Parts(
+        few * group.size, TensorGroup(), Options(), tuple(inspect.signature(own).parameters)[:_ROUTING], counts
+    )
+
+    def forward(*args: Any, **kwargs: Any) -> Tensor:
+        return _mixed(own, parts, *_routing_arguments(parts.names, args, kwargs), group)
+
+    vars(module)["forward"] = forward
+    try:
+        with counting(module, counts, few):
+            return module(*args, **kwargs)
+    finally:
+        del vars(module)["forward"]
+        if instead is not None:
+            vars(module)["forward"] = instead
 
 
 def _routing_arguments(
@@ -172,8 +249,9 @@ def cut(confirmed: Confirmed, group: TensorGroup, options: Options) -> None:
 def become_part(confirmed: Confirmed, group: TensorGroup, options: Options) -> None:
     """Makes the module one that serves the tokens of all ranks with this rank's experts, which are its parameters already, or soon."""
     module, num_experts = confirmed.experts.module, confirmed.experts.num_experts
-    names = tuple(inspect.signature(module.forward).parameters)[:3]
+    names = tuple(inspect.signature(module.forward).parameters)[:_ROUTING]
     for count in confirmed.counts:
         setattr(module, count, group.share(num_experts))
-    vars(module)[PARTS] = Parts(num_experts, group, options, names)
+    may_share = confirmed.may_share and num_experts % group.size == 0
+    vars(module)[PARTS] = Parts(num_experts, group, options, names, confirmed.counts, may_share)
     take_role(module, PartOfExperts)

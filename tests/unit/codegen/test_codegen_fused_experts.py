@@ -184,3 +184,73 @@ def test_what_may_not_add_up_later_stays_whole(between, mode):
     model = nn.ModuleList([Between(between())]).train(mode)
     is_dropout = not isinstance(model[0].between, Adapter)
     assert fused_experts(model).undivided == (() if is_dropout and not mode else ("0",))
+
+
+class Counted(Experts):
+    """Counts its experts by an attribute, so that it can have fewer; `form` may also have any of these: drawn, what experts return is
+    dropped in part; seen, tokens are counted in a buffer.
+    """
+
+    def __init__(self, form):
+        super().__init__(form)
+        self.num_experts = 4
+        if "seen" in self.form:
+            self.register_buffer("seen", torch.zeros(()))
+
+    def forward(self, hidden, index, weights):
+        found = torch.zeros_like(hidden)
+        if "seen" in self.form:
+            self.seen += len(hidden)
+        for expert in range(self.num_experts):
+            row, slot = (index == expert).nonzero(as_tuple=True)
+            if len(row) == 0:
+                continue
+            gate, rest = F.linear(hidden[row], self.gate_up_proj[expert]).chunk(2, -1)
+            own = F.linear(F.silu(gate) * rest, self.down_proj[expert]).tanh()
+            own = F.dropout(own, 0.5, self.training) if "drawn" in self.form else own
+            found = found.index_add(0, row, own * weights[row, slot, None])
+        return found
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("form", ["plain", "seen"])
+def test_ranks_have_some_of_the_experts_where_slices_do_not_add_up(form, ranks):
+    """All experts were on every rank, whatever is between the last product and the weights. Hooks of their module see all tokens."""
+    torch.manual_seed(0)
+    model, ids = Model("plain"), torch.randint(0, 32, (2, 8))
+    model.experts = Counted(form)
+    with torch.no_grad():
+        model.router.weight[1] = -9.0  # an expert without tokens
+        model.embedding.weight.abs_()
+    loss = model(ids)
+    loss.backward()
+    modules = [shard(copy.deepcopy(model), {"ids": ids}, group) for group in tensor_groups(ranks)]
+    rows = []
+    modules[0].model.experts.register_forward_hook(lambda module, args, result: rows.append(len(args[0])))
+
+    def work(rank):
+        own = modules[rank](ids=ids)
+        own.backward()
+        again = replay(modules[rank].rewritten.trace, modules[rank].model, (), {"ids": ids})
+        return own.detach(), again.detach(), modules[rank].whole_gradients()
+
+    for own, again, gradients in run_ranks(ranks, work):
+        torch.testing.assert_close(own, loss.detach(), rtol=1e-5, atol=0)
+        torch.testing.assert_close(again, own, rtol=0, atol=0)
+        for name, parameter in model.named_parameters():
+            scale = parameter.grad.abs().max().item()
+            torch.testing.assert_close(gradients[name], parameter.grad, rtol=0, atol=1e-5 * scale)
+    experts = modules[0].model.experts
+    assert len(experts.down_proj) == (4 // ranks if form == "plain" else 4)
+    assert experts.num_experts == 4
+    assert "forward" not in vars(experts)
+    assert rows == [16, 16]
+
+
+def test_experts_that_draw_random_numbers_stay_whole():
+    """Ranks with other rows would draw other numbers, for what comes after them, too."""
+    torch.manual_seed(0)
+    model, ids = Model("plain"), torch.randint(0, 32, (2, 8))
+    model.experts = Counted("drawn")
+    (group, _) = tensor_groups(2)
+    assert len(shard(model, {"ids": ids}, group).model.experts.down_proj) == 4

@@ -31,7 +31,8 @@ from torch import Tensor, nn
 from smpc.codegen.rewrite.expert_parallel import parts_of_experts
 from smpc.codegen.rewrite.tensor_parallel.layouts import Kind, Layout
 from smpc.codegen.rewrite.tensor_parallel.rewrite import GROUP, ShardedTrace
-from smpc.codegen.rewrite.tensor_parallel.styles import find_plan, read_styles
+from smpc.codegen.rewrite.tensor_parallel.styles import read_styles
+from smpc.compile.experts import divided_parts, find_sharing_plan
 from smpc.compile.options import PipelineOptions
 from smpc.compile.passes import Sharing
 from smpc.config import MODULES
@@ -56,7 +57,7 @@ class CompiledTensors:
         _check_none_distributed(module)
         self._module, self._session, self._slices = module, session, slices
         self._group = session.parallel.group
-        self._plan = find_plan(module, read_styles(config.tensor_parallel_plan, "tensor_parallel_plan"))
+        self._plan = find_sharing_plan(module, read_styles(config.tensor_parallel_plan, "tensor_parallel_plan"))
         options = PipelineOptions.of(config, expert_parallel_degree=1)  # which the recorded model already has
         self._outputs = options.tensor_parallel_outputs
         self.latest: ShardedTrace | None = None  # the rewritten form of the last recording
@@ -81,9 +82,12 @@ class CompiledTensors:
     def sharing(self) -> Sharing:
         """Each rank's part of the whole model. Only the first signature must have the outputs: a signature for evaluation may have no loss.
 
-        Experts that are divided over expert-parallel ranks are whole on all ranks of this group.
+        Of experts that are divided over expert-parallel ranks each rank of this group has some: slices of these would be slices of slices.
         """
-        plan = dataclasses.replace(self._plan, whole=parts_of_experts(self._module))
+        parts = divided_parts(self._module)
+        whole = tuple(name for name in parts_of_experts(self._module) if name not in parts)
+        by_expert = {**dict(self._plan.by_expert), **parts}
+        plan = dataclasses.replace(self._plan, whole=whole, by_expert=tuple(by_expert.items()))
         return Sharing(self._group.size, plan, self._outputs, may_lack_outputs=self.is_placed)
 
     def place(self, placement: Placement) -> None:
@@ -100,7 +104,7 @@ class CompiledTensors:
         for name, parameter in self._module.named_parameters():
             layout, whole = layouts.get(name), placement.shape(name)
             if layout is not None:
-                shard = shard_of(layout, whole[layout.dim], group)
+                shard = _within(self._slices.get(name), shard_of(layout, whole[layout.dim], group))
                 self._sliced[id(parameter)] = None
                 self._slices.add(name, shard)
                 placement.slice(name, shard, torch.Size(layout.local_shape(tuple(whole), group.size)))
@@ -166,6 +170,11 @@ def shard_of(layout: Layout, size: int, group: TensorGroup) -> Shard:
         runs.append((begin + group.rank * length, length))
         begin += block
     return Shard(layout.dim, size, runs[0][0], tuple(runs) if len(runs) > 1 else ())
+
+
+def _within(outer: Shard | None, inner: Shard) -> Shard:
+    """A slice of a slice, which begin in the same dimension, as a slice of the whole. `outer`: one run of it; None: all of it."""
+    return inner if outer is None else Shard(outer.dim, outer.size, outer.start + inner.start)
 
 
 def _check_none_distributed(module: nn.Module) -> None:

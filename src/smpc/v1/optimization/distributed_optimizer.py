@@ -129,8 +129,8 @@ class DistributedOptimizer(ShardedNames):
         self._scaler = scaler if half is torch.float16 else None
         self._check_sees_enough()
         shards, self._world = _make_shards()
-        tp_size = state.session.mesh.tp_size if state.initialized else 1
-        self._updates = Updates(optimizer, half, shards, tp_size)
+        sizes = (state.session.mesh.tp_size, state.session.mesh.ep_size) if state.initialized else ()
+        self._updates = Updates(optimizer, half, shards, *sizes)
         self._state = OptimizerState(optimizer, self._updates, self._scaler, self._world)
         self._taken = False  # whether masters have the gradients of the last backward
         self._used_scale: float | None = None  # of the last backward

@@ -62,8 +62,10 @@ def is_elementwise(optimizer: Optimizer) -> bool:
 class Updates:
     """This rank's part in the updates of `optimizer`. `half`: the dtype of parameters with masters; `shards`: the owners, if any."""
 
-    def __init__(self, optimizer: Optimizer, half: torch.dtype | None, shards: Shards | None, tp_size: int = 1) -> None:
-        self._optimizer, self._tp_size = optimizer, tp_size
+    def __init__(
+        self, optimizer: Optimizer, half: torch.dtype | None, shards: Shards | None, tp_size: int = 1, ep_size: int = 1
+    ) -> None:
+        self._optimizer, self._tp_size, self._ep_size = optimizer, tp_size, ep_size
         self.half, self.shards = half, shards
         self.is_plain = half is None and shards is None  # the wrapped optimizer updates parameters directly
         self.parts, self.masters = Parts(), Masters()
@@ -123,6 +125,8 @@ class Updates:
         if model.is_distributed_parameter(parameter):  # type: ignore[arg-type]
             # Slices may be of different sizes, and the ranks that hold them must agree.
             shape, ranks = model.slices.whole_shape(name, shape), self._tp_size
+            if holders is Axis.EXPERT_DATA:
+                ranks *= self._ep_size
         rows = shape[dim] // ranks if self._may_be_cut(parameter, dim) else 0
         return Entry(parameter, math.prod(shape) * dtype.itemsize // ranks, holders, rows, dim)
 

@@ -30,7 +30,7 @@ from smpc.codegen.rewrite.context_parallel.rewrite import ZIGZAG, ContextPlan
 from smpc.codegen.rewrite.expert_parallel import parts_of_experts
 from smpc.codegen.rewrite.tensor_parallel.layouts import Layout
 from smpc.codegen.rewrite.tensor_parallel.rewrite import CONTEXT, TENSOR, group_attribute
-from smpc.codegen.rewrite.tensor_parallel.styles import find_plan
+from smpc.compile.experts import find_sharing_plan
 from smpc.compile.passes import ContextSharing, Sharing, rewrite_trace
 from smpc.compile.result import Traced
 from smpc.errors import SmpcError, UsageError
@@ -122,7 +122,7 @@ class Shared(InPlace):
         self._groups = [group for group in (tensor, context) if group is not None]
         self._called: set[str] = set()
         self.layouts: Mapping[str, Layout] = {}
-        self._tensor = None if tensor is None else Sharing(tensor.size, find_plan(model, "auto"))
+        self._tensor = None if tensor is None else Sharing(tensor.size, find_sharing_plan(model, "auto"))
         plan = ContextPlan(ZIGZAG, attention, output_dim=1)
         experts = parts_of_experts(model)
         self._context = None if context is None else ContextSharing(context.size, plan, experts=experts)
