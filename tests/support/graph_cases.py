@@ -7,6 +7,7 @@ from __future__ import annotations
 import math
 
 import torch
+import torch.nn.functional as F
 
 
 class _Clip(torch.autograd.Function):
@@ -74,4 +75,35 @@ def _sorted(draw):
     return order, [draw.any(1)]
 
 
-OTHERS = (_clipped, _written, _accumulated, _watched, _unknown, _sorted)
+def _attended(draw):
+    """Attention of torch.nn, which is opened before it is shared."""
+    length, samples, width = draw.size(), draw.pick((1, 2, 4)), draw.pick((4, 8))
+    heads, wanted, more = draw.pick((1, 2, 4)), draw.rng.random() < 0.5, draw.rng.random() < 0.3
+
+    def attend(x, weight, bias, out, seen, hidden):
+        inputs = (x, x, x) if draw_self else (x, seen, seen)
+        mask = hidden.detach() < -1.0
+        found, weights = F.multi_head_attention_forward(
+            *inputs,
+            width,
+            heads,
+            weight,
+            bias,
+            None,
+            None,
+            more,
+            0.0,
+            out,
+            None,
+            key_padding_mask=mask,
+            need_weights=wanted,
+        )
+        return (found, weights) if wanted else (found,)
+
+    draw_self = draw.rng.random() < 0.5
+    keys = length if draw_self else draw.size()
+    shapes = ((length, samples, width), (3 * width, width), (3 * width,), (width, width), (keys, samples, width))
+    return attend, [*(draw.tensor(*shape) for shape in shapes), draw.tensor(samples, keys)]
+
+
+OTHERS = (_attended, _clipped, _written, _accumulated, _watched, _unknown, _sorted)

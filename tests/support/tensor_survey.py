@@ -21,6 +21,7 @@ import survey
 import torch
 from tensor_ranks import run_ranks, tensor_groups
 
+from smpc.codegen.rewrite.opened_attention import open_attention
 from smpc.codegen.rewrite.tensor_parallel.search import choose
 from smpc.compile.experts import find_sharing_plan
 from smpc.errors import SmpcError
@@ -127,7 +128,7 @@ def _shares(sharded, model, with_gradient):
 
 def _search(trace, degree):
     begun = time.process_time()
-    choice = choose(trace, degree)
+    choice = choose(open_attention(trace), degree)
     narrow = any(node.spec is not None and node.spec.dtype == "float32" for node in trace.nodes)
     return time.process_time() - begun, choice.proven, narrow
 

@@ -21,7 +21,7 @@ from smpc.tracer.constants import Ref, map_references, references
 from smpc.tracer.effects.torch_calls import same_memory
 from smpc.tracer.ir import Node, NodeKind, TensorSpec, Trace
 from smpc.tracer.operations.meter import Meter, touched_bytes
-from smpc.tracer.replay import resolved
+from smpc.tracer.replay import context, resolved
 
 
 class Measurer:
@@ -66,7 +66,8 @@ class Measurer:
         owners: dict[int, int] = {}  # a fake's storage -> the storage in the trace, or a new one
         new: list[int] = []
         made: list[Node] = []
-        with torch.device("cpu"), self._mode, torch.inference_mode(False), torch.set_grad_enabled(old.grad_enabled):
+        around = torch.set_grad_enabled(old.grad_enabled), context(old.grad_enabled, old.autocast)
+        with torch.device("cpu"), self._mode, torch.inference_mode(False), around[0], around[1]:
             for name in dict.fromkeys(name for call in calls for name in references((call.args, dict(call.kwargs)))):
                 if not name.startswith("#"):
                     values[name] = self._fake(self._trace.node(name))
@@ -125,6 +126,7 @@ class Measurer:
             tuple(dict.fromkeys(storage for storage in saved if storage not in self._state)),
             random=meter.random,
             grad_enabled=old.grad_enabled,
+            autocast=old.autocast,
             source=old.source,
         )
         return out, node

@@ -2,7 +2,7 @@
 
     function         passes, in order                                                       gives
     compile_batch    record, then all below                                                 Compilation
-    rewrite_trace    name outputs, draw whole, share the sequence, share operations, kernels  Traced
+    rewrite_trace    open attention, name outputs, draw whole, share the sequence, share operations, kernels  Traced
     measure_trace    measure times, measure memory                                          Traced, with times
     plan_trace       predict times, cut, connect, schedule, simulate                        Planned
     write_programs   split; lower, offload and verify, for training and for evaluation      Compilation
@@ -31,6 +31,7 @@ from smpc.codegen.rewrite.context_parallel.rewrite import ZIGZAG, ContextPlan, C
 from smpc.codegen.rewrite.context_parallel.rules import CALLS
 from smpc.codegen.rewrite.expert_parallel import Experts, divide_experts, parts_of_experts, recorded_inside, shares_of
 from smpc.codegen.rewrite.kernels import Rewritten, rewrite_kernels, select_rewrites
+from smpc.codegen.rewrite.opened_attention import open_attention
 from smpc.codegen.rewrite.outputs import keep_outputs
 from smpc.codegen.rewrite.tensor_parallel.expert_rules import whole_expert_rules
 from smpc.codegen.rewrite.tensor_parallel.rewrite import RING, rewrite
@@ -190,6 +191,8 @@ def rewrite_trace(
         divided = divide_experts(trace, experts, options.expert_parallel_degree)
         trace = divided.trace
     whole = options.draw_as_one_process
+    if context is not None or sharing is not None:
+        trace = open_attention(trace)
     if whole and (context is not None or sharing is not None):
         trace = whole_draws.draw_whole(trace)
     if context is not None:

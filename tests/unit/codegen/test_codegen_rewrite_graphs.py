@@ -15,6 +15,7 @@ from graph_cases import OTHERS
 from sharding_cases import RULED, Draw
 from tensor_ranks import run_ranks, tensor_groups
 
+from smpc.codegen.rewrite.opened_attention import open_attention
 from smpc.codegen.rewrite.tensor_parallel.layout_problem import Weights
 from smpc.codegen.rewrite.tensor_parallel.layouts import REPLICATED, Kind
 from smpc.codegen.rewrite.tensor_parallel.local import on_parts
@@ -261,7 +262,7 @@ def whole_results(model):
 def check_graph(seed, length, degree, used):
     torch.manual_seed(0)
     model = drawn_graph(seed, length)
-    trace = record(model, ())
+    trace = open_attention(record(model, ()))
     choice = chosen_at_random(trace, seed, degree)
     used.update(short_name(trace.node(name).target) for name, strategy in choice.by_node if strategy.divides_work)
     rewritten = rewrite(trace, choice)
