@@ -66,8 +66,13 @@ class Measurer:
         owners: dict[int, int] = {}  # a fake's storage -> the storage in the trace, or a new one
         new: list[int] = []
         made: list[Node] = []
-        around = torch.set_grad_enabled(old.grad_enabled), context(old.grad_enabled, old.autocast)
-        with torch.device("cpu"), self._mode, torch.inference_mode(False), around[0], around[1]:
+        with (
+            torch.device("cpu"),
+            self._mode,
+            torch.inference_mode(False),
+            torch.set_grad_enabled(old.grad_enabled),
+            context(old.grad_enabled, old.autocast),
+        ):
             for name in dict.fromkeys(name for call in calls for name in references((call.args, dict(call.kwargs)))):
                 if not name.startswith("#"):
                     values[name] = self._fake(self._trace.node(name))
