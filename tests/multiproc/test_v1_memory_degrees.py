@@ -130,7 +130,7 @@ def test_two_ranks(tmp_path):
     check(tmp_path, 2, tried(cases(2)))
 
 
-@pytest.mark.matrix(2)
+@pytest.mark.matrix(3)
 @pytest.mark.parametrize("again", [False, True], ids=["kept", "recomputed"])
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 @pytest.mark.parametrize("sharding", SHARDING)

@@ -16,13 +16,13 @@ def distance(kind, rule, dtype, options):
     return rules.worst(found, rules.written(rule, dtype, options).p)
 
 
-@pytest.mark.matrix(4)
+@pytest.mark.matrix(12)
 @pytest.mark.parametrize("options", rules.LAMB_OPTIONS, ids=label)
 def test_lamb(options):
     assert distance(FusedLamb, rules.WrittenLamb, torch.float64, options) < 1e-12
 
 
-@pytest.mark.matrix(4)
+@pytest.mark.matrix(12)
 @pytest.mark.parametrize("options", rules.NOVOGRAD_OPTIONS, ids=label)
 def test_novograd(options):
     assert distance(FusedNovoGrad, rules.WrittenNovoGrad, torch.float64, options) < 1e-12
