@@ -64,6 +64,7 @@ def test_a_search_explains_itself_and_leaves_its_files(run, tmp_path):
     }
 
 
+@pytest.mark.slow  # test_compile_search has a least memory that does, and a byte less that does not
 def test_the_least_memory_is_the_same_below_whatever_limit(run):
     """Within a limit that bounds alone show to be too low, the least of the shapes that were left was named: 10.63 KiB here, for 8.29."""
     found = set()

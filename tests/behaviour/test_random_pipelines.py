@@ -78,7 +78,7 @@ def placements(draw, num_stages):
     return tuple(number[rank] for rank in ranks)
 
 
-@settings(SETTINGS, max_examples=examples(100))
+@settings(SETTINGS, max_examples=examples(60))
 @given(
     model=models(exact=True),
     num_stages=st.sampled_from([2, 3, 4, 4, 1]),
@@ -111,7 +111,7 @@ def test_any_plan_gives_the_bits_of_the_model(
     assert largest < 2**50, "sums of numbers this large would be rounded"
 
 
-@settings(SETTINGS, max_examples=examples(100))
+@settings(SETTINGS, max_examples=examples(60))
 @given(
     model=models(exact=False),
     num_stages=st.sampled_from([2, 3, 4, 4, 1]),

@@ -15,12 +15,13 @@ def test_the_kernels_run():
     assert backend(torch.device("cpu")) is Backend.INTERPRETER
 
 
-@pytest.mark.matrix(6)
+@pytest.mark.matrix(5)
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_forward_and_gradients(case: Case):
     check_case(case, torch.float32)
 
 
+@pytest.mark.matrix(2)
 @pytest.mark.parametrize("case", CASES[3:7], ids=str)
 def test_forward_and_gradients_in_half_precision(case: Case):
     check_case(case, torch.float16)
@@ -45,6 +46,7 @@ def test_head_sizes(head: int):
     check_case(Case(head=head, causal=True, heads=2, key_heads=1), torch.float16)
 
 
+@pytest.mark.matrix(2)
 @pytest.mark.parametrize("blocks", [Blocks(16, 32, 4, 1), Blocks(32, 16, 4, 1), Blocks(64, 64, 4, 1)], ids=str)
 def test_block_sizes_change_nothing_but_the_order_of_sums(blocks: Blocks):
     q, k, v = (torch.randn(1, 2, 50, 32) for _ in range(3))

@@ -16,13 +16,14 @@ pytestmark = [
 ]
 
 
-@pytest.mark.matrix(6)
+@pytest.mark.matrix(4)
 @pytest.mark.parametrize("shape", cases.SHAPES, ids=str)
 def test_norms(shape, dtype):
     assert backend(torch.device("cpu")) is Backend.INTERPRETER
     cases.check_norms(shape, dtype)
 
 
+@pytest.mark.matrix(2)
 @pytest.mark.parametrize("shape", [(17, 17), (3, 127)], ids=str)
 def test_norms_from_their_output(shape, dtype):
     cases.check_norms(shape, dtype, memory_efficient=True)
@@ -80,14 +81,14 @@ def test_bias_dropout_add(shape, dtype):
     cases.check_bias_dropout_add(shape, dtype)
 
 
-@pytest.mark.matrix(6)
+@pytest.mark.matrix(4)
 @pytest.mark.parametrize("shape", cases.ROTARY_SHAPES, ids=str)
 @pytest.mark.parametrize("interleaved", [False, True], ids=["half-rotated", "interleaved"])
 def test_rotary(shape, dtype, interleaved):
     cases.check_rotary(shape, dtype, interleaved)
 
 
-@pytest.mark.matrix(8)
+@pytest.mark.matrix(5)
 @pytest.mark.parametrize("shape", [*cases.LOSS_SHAPES, (2, 9000)], ids=str)
 @pytest.mark.parametrize("rule", cases.RULES, ids=str)
 def test_cross_entropy(shape, dtype, rule):
@@ -100,7 +101,7 @@ def test_rows_of_minus_infinity(dtype):
         cases.check_hidden_rows()
 
 
-@pytest.mark.matrix(8)
+@pytest.mark.matrix(5)
 @pytest.mark.parametrize("shape", cases.LINEAR_SHAPES, ids=str)
 @pytest.mark.parametrize("rule", cases.RULES, ids=str)
 def test_linear_cross_entropy(shape, dtype, rule):

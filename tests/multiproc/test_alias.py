@@ -10,6 +10,7 @@ import sys
 
 import installed
 import pytest
+import warm
 
 from smpc.aliasing import TARGETS
 
@@ -34,9 +35,8 @@ def train(model, x):
 
 if __name__ == "__main__":
     smp.init()
-    loader = torch.utils.data.DataLoader(
-        torch.ones(4, 8), batch_size=4, num_workers=1, multiprocessing_context="spawn", worker_init_fn=numbers
-    )
+    spawned = {"num_workers": 1, "multiprocessing_context": "spawn", "worker_init_fn": numbers}
+    loader = torch.utils.data.DataLoader(torch.ones(4, 8), batch_size=4, **(spawned if smp.rank() == 0 else {}))
     torch.manual_seed(1)
     model = smp.DistributedModel(torch.nn.Sequential(torch.nn.Linear(8, 8), FusedLayerNorm(8), torch.nn.Linear(8, 8)))
     for x in loader:
@@ -158,7 +158,7 @@ assert importlib.util.find_spec("smdistributed.modelparallel.torch") is None
     assert found.stderr.count("modelparallel is installed") == 1
 
 
-def test_another_part_of_the_namespace_stays_what_it_is(python, tmp_path):
+def test_another_part_of_the_namespace_stays_what_it_is(tmp_path):
     (tmp_path / "smdistributed" / "dataparallel").mkdir(parents=True)
     (tmp_path / "smdistributed" / "dataparallel" / "__init__.py").write_text("mine = True\n")
     text = """
@@ -166,18 +166,14 @@ import smpc; smpc.alias()
 import smdistributed.dataparallel, smdistributed.modelparallel.torch as smp
 assert smdistributed.dataparallel.mine and smp.size
 """
-    assert run([python, "-W", "error", script(tmp_path, text)], tmp_path).stderr == ""
+    found = warm.python(script(tmp_path, f"import warnings; warnings.simplefilter('error')\n{text}"), LIMIT)
+    assert (found.returncode, found.stderr) == (0, "")
 
 
-def test_a_name_that_is_missing_is_named_with_where_to_look(python, tmp_path):
-    found = run(
-        [
-            python,
-            script(tmp_path, "from smpc import alias; alias(); import smdistributed.modelparallel.torch as s; s.nope"),
-        ],
-        tmp_path,
-        1,
-    )
+def test_a_name_that_is_missing_is_named_with_where_to_look(tmp_path):
+    text = "from smpc import alias; alias(); import smdistributed.modelparallel.torch as s; s.nope"
+    found = warm.python(script(tmp_path, text), LIMIT)
+    assert found.returncode == 1
     assert "has no 'nope'; docs/coming_from_smp.md" in found.stderr
 
 

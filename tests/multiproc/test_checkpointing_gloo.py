@@ -39,25 +39,25 @@ def step_of(rank, model, compilation, batch):
     return losses, gradients, dict(model.named_buffers())
 
 
+def compiled(name, patterns, schedule):
+    options = {"recompute": patterns, "offload_activations": True, "activation_loading_horizon": 1}
+    return compile_model(*checkpointed.build(name), pipeline_parallel_degree=2, microbatches=MB, **schedule, **options)
+
+
 def both(rank, _, cases):
     found = []
-    for name, patterns, schedule in cases:
+    for name, compilation in cases:
         results = []
-        for plain in (True, False):
+        for used in (checkpointed.without(compilation), compilation):
             model, batch = checkpointed.build(name)
-            options = {"recompute": patterns, "offload_activations": True, "activation_loading_horizon": 1}
-            compilation = compile_model(
-                model, batch, pipeline_parallel_degree=2, microbatches=MB, **schedule, **options
-            )
-            moved = sum(i.op == "OFFLOAD" for i in compilation.programs[rank].instructions)
-            used = checkpointed.without(compilation) if plain else compilation
             results.append(step_of(rank, model, used, batch))
+        moved = sum(i.op == "OFFLOAD" for i in compilation.programs[rank].instructions)
         found.append((*results, moved))
     return found
 
 
 def test_no_bit_changes(tmp_path):
-    found = run_workers(both, 2, tmp_path, CASES)
+    found = run_workers(both, 2, tmp_path, [(case[0], compiled(*case)) for case in CASES])
     for rank, results in enumerate(found):
         for (name, _, _), (expected, got, moved) in zip(CASES, results, strict=True):
             assert expected[1], name

@@ -62,7 +62,7 @@ def stress(rank, _, seed, rounds):
     return count
 
 
-@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_what_is_sent_arrives_whole_and_in_order(tmp_path, size):
     assert all(count > 100 for count in run_workers(stress, size, tmp_path, 1, 30))
 

@@ -14,6 +14,7 @@ from hugging_face_jobs import as_rank, build, train
 import smpc.v1 as smp
 
 PIPELINE = {"pipeline_parallel_degree": 2, "microbatches": 4}
+ALL = {"dataloader_drop_last": True}  # batches of one size, and as many for replicas as for one process
 
 
 def train_all(rank, folder, names, world_size=2):
@@ -79,9 +80,9 @@ def test_the_page_of_the_docs_runs(tmp_path):
 
 def resume(rank, folder):
     as_rank(rank, 2)
-    whole = train("vit", folder / "whole", PIPELINE, dropout=0.1)
+    whole = train("vit", folder / "whole", PIPELINE, dropout=0.1, **ALL)
     smp.shutdown()
-    parts = train("vit", folder / "parts", PIPELINE, dropout=0.1, resume=str(folder / "whole" / "checkpoint-3"))
+    parts = train("vit", folder / "parts", PIPELINE, dropout=0.1, resume=str(folder / "whole" / "checkpoint-3"), **ALL)
     smp.shutdown()
     return whole, parts
 
@@ -117,9 +118,6 @@ def test_adapters_of_peft_train_and_resume(tmp_path):
         assert all(torch.equal(value, parts["weights"][name]) for name, value in whole["weights"].items())
     saved = tmp_path / "whole" / "checkpoint-6" / "adapter_model.safetensors"
     assert saved.stat().st_size < (tmp_path / "whole" / "checkpoint-6" / "model.safetensors").stat().st_size
-
-
-ALL = {"dataloader_drop_last": True}  # so that replicas have as many batches as one process
 
 
 def replicate(rank, folder):

@@ -127,8 +127,8 @@ def plain(num_replicas):
     [
         (2, {"virtual_pipeline_degree": 2}),
         (2, {"schedule": "zb-v"}),
-        (4, {"schedule": "zb-h1"}),
-        (4, {"schedule": "zb-v"}),
+        pytest.param(4, {"schedule": "zb-h1"}, marks=pytest.mark.slow),
+        pytest.param(4, {"schedule": "zb-v"}, marks=pytest.mark.slow),
     ],
     ids=str,
 )

@@ -68,7 +68,7 @@ def eager(num_stages):
     return losses, [[p.grad for p in module.parameters()] for module in modules]
 
 
-@pytest.mark.parametrize("num_ranks", [2, 4])
+@pytest.mark.parametrize("num_ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_torch_executes_our_schedules(tmp_path, num_ranks):
     files = {}
     for name, settings in SETTINGS.items():

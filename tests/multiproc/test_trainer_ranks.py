@@ -81,7 +81,9 @@ def cuts(rank, folder, batch_size, cases):
     return found
 
 
-@pytest.mark.parametrize("world", SPACE_AND_TIME)
+@pytest.mark.parametrize(
+    "world", [pytest.param(world, marks=pytest.mark.slow) if world > 2 else world for world in SPACE_AND_TIME]
+)
 def test_space_and_time(tmp_path, world):
     """Ranks and microbatches may be exchanged, also where the last microbatch or batch is smaller: 1x8, 2x4, 4x2; 2x1 bit by bit."""
     batch_size, cases = SPACE_AND_TIME[world]

@@ -65,7 +65,7 @@ def same(before, after):
         (2, 2, "raise", float("nan"), 0),
         (2, 2, "ignore", float("nan"), 0),
         (4, 2, "skip", float("inf"), 1),
-        (2, 1, "raise", float("-inf"), 1),
+        pytest.param(2, 1, "raise", float("-inf"), 1, marks=pytest.mark.slow),
     ],
 )
 def test_all_ranks_do_the_same(tmp_path, world, degree, policy, value, culprit):

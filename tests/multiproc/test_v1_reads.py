@@ -166,7 +166,7 @@ def change_on_one_rank(rank, folder, changing):
     return str(error.value)
 
 
-@pytest.mark.parametrize("changing", [0, 1])
+@pytest.mark.parametrize("changing", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_a_change_on_one_rank_alone_is_told(tmp_path, changing):
     results = run_workers(change_on_one_rank, 2, tmp_path, changing)
     assert any("attribute 'beta' of the model: 0.7, which was 0.5" in text for text in results), results

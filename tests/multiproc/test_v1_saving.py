@@ -81,7 +81,7 @@ def test_save_and_load(tmp_path, by_hand):
 
 
 def late_gather(rank, folder):
-    _, model, optimizer, kwargs = start(config={"checkpoint_timeout": 1.0})
+    _, model, optimizer, kwargs = start(config={"checkpoint_timeout": 100.0})
     train_step(model, feed(batches(kwargs)[0]), 1.0)
     others = (model.state_dict, optimizer.state_dict), (model.state_dict, model.cpu)
     for calls in others:
@@ -91,6 +91,7 @@ def late_gather(rank, folder):
             calls[rank]()
     assert model.state_dict(gather_to_rank0=True).keys() == (model.module.state_dict().keys() if rank == 0 else set())
     if rank == 0:
+        object.__setattr__(smp.state.cfg, "checkpoint_timeout", 1.0)  # of the call alone that waits in vain
         with pytest.raises(CheckpointError, match=r"(?s)state_dict must be called on all 2 ranks .* within 1 s"):
             model.state_dict()
     smp.barrier()

@@ -301,9 +301,14 @@ SCRIPTS = {
 }
 
 
-def run(kind):
+OTHERS = ("schedules", "averages", "old weight norm", "old spectral norm")
+FIRST = tuple(name for name in SCRIPTS if name not in OTHERS)
+
+
+def run(kind, names):
     found = {}
-    for name, (script, norm) in SCRIPTS.items():
+    for name in names:
+        script, norm = SCRIPTS[name]
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", FutureWarning)
             job = kind(norm)
@@ -314,13 +319,14 @@ def run(kind):
     return found
 
 
-def on_two_ranks(rank, folder):
-    return run(Spread)
+def on_two_ranks(rank, folder, names):
+    return run(Spread, names)
 
 
-def test_scripts_give_one_processs_bits(tmp_path):
-    expected = run(Eager)
-    for rank, results in enumerate(run_workers(on_two_ranks, 2, tmp_path)):
+@pytest.mark.parametrize("names", [FIRST, pytest.param(OTHERS, marks=pytest.mark.slow)], ids=["first", "others"])
+def test_scripts_give_one_processs_bits(tmp_path, names):
+    expected = run(Eager, names)
+    for rank, results in enumerate(run_workers(on_two_ranks, 2, tmp_path, names)):
         for name, (found, state) in results.items():
             values, module = expected[name]
             assert len(found) == len(values)

@@ -161,7 +161,7 @@ def differing_optimizers(rank, degree, half):
         smp.shutdown()
 
 
-@pytest.mark.parametrize(("degree", "half"), [(2, False), (1, False), (2, True)])
+@pytest.mark.parametrize(("degree", "half"), [(2, False), (1, False), pytest.param(2, True, marks=pytest.mark.slow)])
 def test_optimizers_that_differ_are_told_before_the_first_update(degree, half):
     """Stages trained by different rules, and nothing said so."""
     assert_ranks_end_well(differing_optimizers, degree, half)

@@ -66,10 +66,10 @@ def train(rank, folder, name, world, by_hand):
     ("name", "world", "by_hand"),
     [
         ("gpt2", 2, None),
-        ("gpt2", 4, None),
+        pytest.param("gpt2", 4, None, marks=pytest.mark.slow),
         ("gpt2", 2, LAST_FIRST),
         ("gpt2", 2, AROUND),
-        ("gpt2", 4, AROUND),
+        pytest.param("gpt2", 4, AROUND, marks=pytest.mark.slow),
     ],
 )
 def test_training_equals_one_process(tmp_path, name, world, by_hand):
@@ -215,6 +215,7 @@ def nested(rank, folder, by_hand):
     }
 
 
+@pytest.mark.matrix(1)
 @pytest.mark.parametrize("by_hand", [False, True], ids=["auto", "by hand"])
 def test_nested_arguments_buffers_and_gradients(tmp_path, by_hand):
     first, second = run_workers(nested, 2, tmp_path, by_hand)

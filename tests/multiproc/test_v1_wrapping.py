@@ -109,7 +109,7 @@ def hooked(rank, folder, degree, has_hook):
     return {name: p.grad for name, p in model.local_named_parameters()}
 
 
-@pytest.mark.parametrize("degree", [1, 2])
+@pytest.mark.parametrize("degree", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_comm_hooks_average_over_microbatches_themselves(tmp_path, degree):
     """They got means over the microbatches, so that hooks written for SMP divided twice."""
     results = []

@@ -75,7 +75,7 @@ def loads(rank, channel, path, by_torch):
     return whole(state)
 
 
-@pytest.mark.parametrize("is_async", [False, True])
+@pytest.mark.parametrize("is_async", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_other_numbers_of_ranks_load_what_two_saved(is_async, tmp_path):
     path = str(tmp_path / "c")
     wanted, also = values_of(run_ranks(2, saves, tmp_path, path, is_async))

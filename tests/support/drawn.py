@@ -1,4 +1,4 @@
-"""How many examples a property test that compiles or trains draws: a quarter in `make test`, whose examples are the same in every run."""
+"""How many examples a property test draws: a quarter in `make test`, whose examples are the same in every run."""
 
 from hypothesis import core
 

@@ -1,6 +1,7 @@
 """Starts real gloo processes on loopback for the executor's tests, and has the programs that they run."""
 
 import datetime
+import itertools
 import os
 import time
 from pathlib import Path
@@ -70,14 +71,18 @@ def two_stage_program(rank, values=None, shared=()):
     return RankProgram(rank, 2, MB, True, instructions, channels, (codes[rank],), shared, "1f1b", "")
 
 
+_numbers = itertools.count()
+
+
 class Launch:
     """Processes under way. `wait` returns (exit status, output) of each; none outlives it."""
 
     def __init__(self, worker, num_processes, folder: Path, *args):
         context = server.context()
         self.folder = folder
+        store = folder / f"store{next(_numbers)}"  # another launch in this folder may have left its addresses
         self.processes = [
-            context.Process(target=_main, args=(worker, rank, num_processes, folder, args))
+            context.Process(target=_main, args=(worker, rank, num_processes, folder, store, args))
             for rank in range(num_processes)
         ]
         for process in self.processes:
@@ -104,14 +109,14 @@ def run_workers(worker, num_processes, folder, *args):
     return [torch.load(folder / f"{rank}.pt", weights_only=False) for rank in range(num_processes)]
 
 
-def _main(worker, rank, num_processes, folder, args):
+def _main(worker, rank, num_processes, folder, store, args):
     with open(folder / f"{rank}.log", "w") as log:
         os.dup2(log.fileno(), 1)
         os.dup2(log.fileno(), 2)
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     torch.set_num_threads(1)
-    store = dist.FileStore(str(folder / "store"), num_processes)
     timeout = datetime.timedelta(seconds=60)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=num_processes, timeout=timeout)
+    file = dist.FileStore(str(store), num_processes)
+    dist.init_process_group("gloo", store=file, rank=rank, world_size=num_processes, timeout=timeout)
     torch.save(worker(rank, folder, *args), folder / f"{rank}.pt")
     dist.destroy_process_group()

@@ -2,6 +2,7 @@
 
     job = warm.Command("run", "-n", "2", script)      as `subprocess.Popen` of the command; its streams are files
     done = warm.run("run", "-n", "2", script)         as `subprocess.run`
+    done = warm.python(script, timeout)               a script by itself, in a process with torch and smpc imported
 
 Launcher, guard, pipes and store are the product's own. Only how a Python begins is replaced: flags and variables that an interpreter reads
 as it starts have no effect, and scripts find torch and smpc imported. Tests of those start the command itself.
@@ -9,6 +10,7 @@ as it starts have no effect, and scripts find torch and smpc imported. Tests of 
 
 import multiprocessing
 import os
+import runpy
 import shutil
 import subprocess
 import sys
@@ -31,13 +33,14 @@ _all_forked = threading.Event()
 class Command:
     """What tests use of a Popen."""
 
-    def __init__(self, *arguments, cwd=None, env=None):
+    def __init__(self, *arguments, cwd=None, env=None, main=None):
+        """`main`: what is called with the arguments in place of the command, and gives the status."""
         folder = Path(tempfile.mkdtemp())
         weakref.finalize(self, shutil.rmtree, folder)
         self._streams = [folder / name for name in ("stdout", "stderr")]
         for path in self._streams:
             path.touch()
-        given = (arguments, cwd or os.getcwd(), dict(os.environ if env is None else env), self._streams)
+        given = (arguments, cwd or os.getcwd(), dict(os.environ if env is None else env), self._streams, main)
         self._process = server.context().Process(target=_main, args=given, daemon=True)  # it ends with the tests
         self._process.start()
         self.pid = self._process.pid
@@ -66,13 +69,23 @@ class Command:
         return texts
 
 
-def run(*arguments, timeout, cwd=None, env=None):
-    command = Command(*arguments, cwd=cwd, env=env)
+def run(*arguments, timeout, cwd=None, env=None, main=None):
+    command = Command(*arguments, cwd=cwd, env=env, main=main)
     texts = command.communicate(timeout)
     return subprocess.CompletedProcess(arguments, command.returncode, *texts)
 
 
-def _main(arguments, cwd, environment, streams):
+def python(script, timeout, env=None):
+    return run(str(script), timeout=timeout, env=env, main=_script)
+
+
+def _script(arguments):
+    sys.path.insert(0, str(Path(arguments[0]).parent))
+    runpy.run_path(arguments[0], run_name="__main__")
+    return 0
+
+
+def _main(arguments, cwd, environment, streams, main):
     for number, path in enumerate(streams, start=1):
         os.dup2(os.open(path, os.O_WRONLY | os.O_APPEND), number)
     sys.stdout, sys.stderr = os.fdopen(1, "w"), os.fdopen(2, "w", buffering=1)
@@ -84,8 +97,8 @@ def _main(arguments, cwd, environment, streams):
     sys.argv = ["smpc", *arguments]
     job.Processes, job.Rendezvous = _Processes, _Rendezvous
     processes.subprocess = types.SimpleNamespace(Popen=_popen, PIPE=subprocess.PIPE, DEVNULL=subprocess.DEVNULL)
-    from smpc.cli import main
-
+    if main is None:
+        from smpc.cli import main
     forked_launch.end_with(lambda: main(list(arguments)))
 
 

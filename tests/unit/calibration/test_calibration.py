@@ -130,7 +130,10 @@ def test_collectives_that_were_measured_count_inside_a_host():
     assert collective_time(Kind.ALL_GATHER, 1e8, Group(2, 2), device) == pytest.approx(0.05 + 1e-4)
 
 
-def test_a_machine_is_measured_written_and_read_again(tmp_path):
+def test_a_machine_is_measured_written_and_read_again(tmp_path, monkeypatch):
+    monkeypatch.setattr("smpc.calibration.probes._WIDTHS", (64, 128))
+    monkeypatch.setattr("smpc.calibration.probes._CHANNELS", (8, 16))
+    monkeypatch.setattr("smpc.calibration.programs._ROUNDS", 3)
     device = calibrate(ALONE, 0.2)
     assert {"float32", "bfloat16", "float64"} <= set(device.peak_flops)
     assert device.transport == "gloo"

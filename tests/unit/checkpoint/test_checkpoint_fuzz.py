@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from drawn import examples
 from hypothesis import HealthCheck, given, note, seed, settings
 from hypothesis import strategies as st
 
@@ -255,7 +256,7 @@ COMMON = {"deadline": None, "database": None, "suppress_health_check": list(Heal
 
 
 @pytest.mark.parametrize("form", LOADERS)
-@settings(max_examples=40, **COMMON)
+@settings(max_examples=examples(40), **COMMON)
 @given(damages=st.lists(DAMAGE, min_size=1, max_size=2))
 def test_damaged_files_load_as_they_were_or_are_refused(form, damages, originals, tmp_path_factory):
     check_trial(originals, form, damages, tmp_path_factory.getbasetemp())

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from drawn import examples
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
@@ -274,13 +275,13 @@ def thawed(value):
     return value
 
 
-@settings(max_examples=100, deadline=None, database=None)
+@settings(max_examples=examples(100), deadline=None, database=None)
 @given(value=PLAIN, protocol=st.integers(3, pickle.HIGHEST_PROTOCOL))
 def test_plain_values_are_read_as_python_reads_them(value, protocol):
     assert thawed(parse(pickle.dumps(value, protocol))) == value
 
 
-@settings(max_examples=200, deadline=None, database=None)
+@settings(max_examples=examples(200), deadline=None, database=None)
 @given(data=st.binary(max_size=200))
 @example(data=b"(.")  # ends with a mark for its object
 def test_junk_is_refused(data):
@@ -368,7 +369,7 @@ def boxes_of(draw):
     return shape, draw(st.permutations(boxes))
 
 
-@settings(max_examples=300, deadline=None, database=None)
+@settings(max_examples=examples(300), deadline=None, database=None)
 @given(case=boxes_of())
 def test_boxes_tile_a_tensor_if_they_cover_each_element_once(case):
     shape, boxes = case

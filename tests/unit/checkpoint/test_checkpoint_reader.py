@@ -7,6 +7,7 @@ import struct
 
 import pytest
 import torch
+from drawn import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from locations import GOLDEN
@@ -85,7 +86,7 @@ def flip(path, position, bit):
 
 
 @given(data=st.data())
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 def test_any_flipped_bit_is_found_and_its_file_named(data, tmp_path_factory):
     path = tmp_path_factory.mktemp("flip")
     found = save(Root(path), "s", Content([Shard.whole("model", "w", torch.arange(50.0))], pickled={"p": [1]}), Alone())

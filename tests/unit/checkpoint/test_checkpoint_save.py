@@ -10,6 +10,7 @@ import warnings
 
 import pytest
 import torch
+from drawn import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file
@@ -213,7 +214,7 @@ def test_the_canary_sings():
 
 
 @given(st.lists(st.tuples(st.integers(1, 9), st.integers(1, 7)), min_size=1, max_size=6))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 def test_every_shard_is_written_once_by_a_holder_and_in_balance(shards):
     """Against all choices that there are: never worse than 4/3 of the best, which is what largest-first guarantees without restrictions
     and twice with them."""

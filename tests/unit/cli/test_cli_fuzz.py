@@ -18,6 +18,7 @@ from pathlib import Path
 
 import fuzz_cases as cases
 import pytest
+from drawn import examples
 from hypothesis import HealthCheck, Phase, given, note, seed, settings
 from hypothesis import strategies as st
 
@@ -63,7 +64,7 @@ def circle():
     return Net(), found
 """
 QUICK = settings(
-    max_examples=40,
+    max_examples=examples(40),
     deadline=None,
     database=None,
     suppress_health_check=list(HealthCheck),

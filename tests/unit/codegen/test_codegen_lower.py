@@ -2,6 +2,7 @@
 
 import pytest
 from codegen_cases import chain_channels, channel, pipelines, reference, replay
+from drawn import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -133,7 +134,7 @@ def test_chains_of_stages(name, num_stages):
         assert replay(programs, channels) == reference(num_stages, channels, m)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300), deadline=None)
 @given(pipelines(), st.sampled_from([*SCHEDULES, "evaluation"]), st.integers(0, 3))
 def test_any_pipeline_runs_and_computes_the_same(pipeline, name, seed):
     placement, channels, m, active = pipeline

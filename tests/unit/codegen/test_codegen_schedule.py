@@ -3,6 +3,7 @@
 import textwrap
 
 import pytest
+from drawn import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -82,7 +83,7 @@ def test_interleaved_is_textbook_1f1b_when_the_limit_does_not_bind(num_stages):
             assert list(actions) == expected
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 @given(
     st.sampled_from(sorted(SCHEDULES)),
     st.lists(st.integers(0, 4), min_size=1, max_size=7),

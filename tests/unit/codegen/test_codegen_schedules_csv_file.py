@@ -2,6 +2,7 @@
 
 import pytest
 import torch.distributed.pipelining.schedules as theirs
+from drawn import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -35,7 +36,7 @@ def test_torch_accepts_our_schedules(name, p, m):
     theirs._simulate_comms_compute(with_messages, lambda stage: mapping[stage], num_stages)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(st.sampled_from(NAMES), st.integers(1, 4), st.integers(1, 6))
 def test_a_schedule_survives_a_file(name, p, m):
     _, schedule = built(name, p, m)

@@ -4,6 +4,7 @@ import itertools
 import textwrap
 
 import pytest
+from drawn import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -76,7 +77,7 @@ def test_a_slower_weight_part_costs_what_the_formula_says(p):
         assert found < one
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 @given(st.sampled_from(sorted(BUILD)), st.integers(1, 6), st.integers(1, 14))
 def test_every_schedule_is_complete_ascending_and_possible(name, p, m):
     placement, build = BUILD[name][0](p), BUILD[name][1]

@@ -2,6 +2,7 @@
 
 import pytest
 from codegen_cases import channel
+from drawn import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -30,7 +31,7 @@ GROUNDS = {
 }
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 @given(
     st.sampled_from(sorted(GROUNDS)),
     st.integers(1, 4),
@@ -52,7 +53,7 @@ def test_never_worse_than_its_start_on_the_ground_of_the_start(name, p, m, parts
     assert found == search(placement, m, chain(n), costs, **options)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(st.data())
 def test_any_graph_on_any_placement_without_a_start_is_proved_by_the_verifier(data):
     n, m = data.draw(st.integers(1, 5)), data.draw(st.integers(1, 5))

@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 from codegen_cases import chain_channels, channel, pipelines, reference, replay, split_backwards
+from drawn import examples
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
@@ -239,7 +240,7 @@ def test_gradients_are_reduced_when_all_parts_are_there():
     ]
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300), deadline=None)
 @given(pipelines(max_stages=4, max_microbatches=3), st.sampled_from(sorted(SCHEDULES)), st.data())
 def test_a_mutated_program_is_rejected_or_runs(pipeline, name, data):
     placement, channels, m, active = pipeline

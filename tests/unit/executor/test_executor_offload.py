@@ -65,7 +65,7 @@ def test_the_plan_knows_how_much_is_moved(name, monkeypatch):
     patterns = {"gpt2": ("transformer.h.*",), "t5": ("*.block.*",)}.get(name, ())
     options = {"recompute": patterns, "offload_activations": True, "activation_loading_horizon": 1}
     compilation = compile_model(model, batch, pipeline_parallel_degree=2, microbatches=4, pipeline="simple", **options)
-    monkeypatch.setattr("smpc.executor.program.bind.Mover", _Watched)
+    monkeypatch.setattr("smpc.executor.program.bind.HostCopyMover", _Watched)
     _Watched.found = []
     parity.run_loopback(model, compilation, batch)
     planned = [stage.offloaded_bytes_per_microbatch for stage in compilation.plan.stages]

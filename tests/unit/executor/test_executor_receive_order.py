@@ -8,6 +8,7 @@ from collections import defaultdict
 
 import pytest
 from codegen_cases import chain_channels, channel, pipelines, split_backwards
+from drawn import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -148,7 +149,7 @@ def any_order(placement, channels, num_microbatches, numbers):
 SHARED = st.lists(st.sets(st.integers(0, 3), min_size=2), max_size=3)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 @given(pipelines(), SHARED, st.randoms(use_true_random=False))
 def test_nor_does_any_pipeline(pipeline, shared, numbers):
     """Several channels between two ranks, ranks without stages, backwards in halves, parameters shared by any ranks."""

@@ -5,6 +5,7 @@ from collections import defaultdict
 
 import pytest
 from codegen_cases import chain_channels, pipelines, split_backwards
+from drawn import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -56,7 +57,7 @@ def assert_ends(programs, seed, told=(), awaited=()):
     return most
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(pipelines(), st.integers(0, 2**32), st.booleans())
 def test_receives_tell_what_is_true_in_any_order_of_the_ranks(pipeline, seed, splits):
     placement, channels, num_microbatches, active = pipeline
@@ -67,7 +68,7 @@ def test_receives_tell_what_is_true_in_any_order_of_the_ranks(pipeline, seed, sp
     assert_ends(programs, seed, told=[told_by_receives(programs, rank) for rank in range(4)])
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(pipelines(), st.integers(0, 2**32), st.integers(1, 3))
 def test_waiting_sends_do_not_deadlock_in_any_order_of_the_ranks(pipeline, seed, window):
     placement, channels, num_microbatches, _ = pipeline

@@ -49,7 +49,7 @@ def as_leaf(view):
     return view.detach().requires_grad_()
 
 
-@pytest.mark.matrix(8)
+@pytest.mark.matrix(5)
 @DTYPES
 @pytest.mark.parametrize("layout", cases.LAYOUTS)
 def test_layouts(layout, dtype):
@@ -61,7 +61,7 @@ def test_layouts(layout, dtype):
         cases.check_cross_entropy((17, 33), dtype, cases.RULES[1], layout=layout, inplace=inplace)
 
 
-@pytest.mark.matrix(14)
+@pytest.mark.matrix(7)
 @DTYPES
 @pytest.mark.parametrize("shape", cases.SHAPES, ids=str)
 def test_shapes(shape, dtype):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 
 import pytest
+from drawn import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -49,7 +50,7 @@ def problems(draw):
     return ChainProblem(units, scale, in_flight, draw(small), draw(small), forbidden), num_stages
 
 
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=examples(500), deadline=None)
 @given(problems(), st.sampled_from([0.0, 0.01, 0.3]))
 def test_equals_brute_force(case, tolerance):
     problem, num_stages = case

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 
 import pytest
+from drawn import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -42,7 +43,7 @@ def placements(problem):
             yield float(costs.max()), received_bytes(problem, assignment), assignment
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(problems())
 def test_equals_brute_force(problem):
     found = list(placements(problem))

@@ -8,6 +8,7 @@ import math
 from fractions import Fraction
 
 import pytest
+from drawn import examples
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
@@ -149,7 +150,7 @@ TWO_OF_A_KIND = Instance(  # 7 bytes were counted: what two nodes that belong to
 )
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(instances("small", "zero"))
 @example(THREE_AND_TWO)
 @example(AS_MUCH_AS_IT_HAS)
@@ -160,7 +161,7 @@ def test_equals_brute_force(instance):
     check(instance)
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(instances("fractions", "near", "far", "beyond"))
 def test_equals_brute_force_where_numbers_are_awkward(instance):
     check(instance)

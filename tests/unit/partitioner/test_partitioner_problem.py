@@ -10,6 +10,7 @@ import networkx as nx
 import numpy as np
 import pytest
 import torch
+from drawn import examples
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import nn
@@ -68,7 +69,7 @@ def large(draw):
     return columns, shared, in_flight, draw(st.sampled_from([0.0, 0.5, 1.0])), edges
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 @given(large())
 @example(  # the integer program "proved" a bound 4e-8 above the optimum
     (
@@ -111,7 +112,7 @@ def test_every_solver_agrees_with_fractions_or_refuses(case):
     assert program.lower_bound <= optimum * (1 + NEARLY)
 
 
-@settings(max_examples=200)
+@settings(max_examples=examples(200))
 @given(st.lists(st.floats(0.0, 1e300), min_size=1, max_size=8))
 @example([LARGEST / 1e15])
 @example([2.0**62 / 1e15, 2.0**62 / 1e15])

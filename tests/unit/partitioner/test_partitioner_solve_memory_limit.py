@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 import zoo
+from drawn import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
@@ -100,7 +101,7 @@ def test_limited_solutions_equal_brute_force(widths, in_flight, num_microbatches
     assert not fits(chain, least - 1)
 
 
-@pytest.mark.matrix(5)
+@pytest.mark.matrix(3)
 @pytest.mark.parametrize("device", ["cpu", "h100"])
 @pytest.mark.parametrize(("in_flight", "num_microbatches"), [((2, 1), 4), ((3, 3, 3), 3)])
 @pytest.mark.parametrize(
@@ -253,7 +254,7 @@ def test_bad_limits(limit):
         plan_of("gpt2", limit)
 
 
-@settings(max_examples=300)
+@settings(max_examples=examples(300))
 @given(st.integers(1, 2**50), st.integers(0, 2**50), st.integers(-2, 2))
 def test_bytes_of_a_smaller_rank_fit_scaled_if_and_only_if_they_fit(limit, more, off):
     """Ranks of 49 and 1000 bytes: 49 of 49 could become 1001 of 1000."""

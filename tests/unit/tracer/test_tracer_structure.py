@@ -9,6 +9,7 @@ import types
 import pytest
 import torch
 import transformers
+from drawn import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers.modeling_outputs import BaseModelOutput
@@ -59,7 +60,7 @@ TREES = st.recursive(
 )
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 @given(TREES)
 def test_flatten_and_unflatten_are_inverse(tree):
     leaves, structure = flatten(tree)
@@ -70,7 +71,7 @@ def test_flatten_and_unflatten_are_inverse(tree):
     assert decode(json.loads(json.dumps(encode(structure)))) == structure
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 @given(TREES)
 def test_paths_lead_to_their_leaves(tree):
     leaves, structure = flatten(tree)

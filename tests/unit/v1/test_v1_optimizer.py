@@ -12,6 +12,13 @@ from smpc.errors import CheckpointError, ConfigError, ConfigTypeError, UsageErro
 from smpc.v1.layout import absent
 
 
+@pytest.fixture(autouse=True)
+def _no_optimizer_is_left():
+    """Without `smp.init` there is no `smp.shutdown` that forgets it: the next test's session found it."""
+    yield
+    smp.state.optimizer = None
+
+
 @pytest.fixture
 def model():
     smp.init({"pipeline_parallel_degree": 1})
