@@ -185,6 +185,14 @@ def test_two_ranks_train_as_one_process_and_others_go_on(tmp_path):
     check_resumed(tmp_path, folder, "by hand", 2, 2, 4, 2, "whole")
 
 
+@pytest.mark.slow
+def test_others_go_on_from_experts_of_tensor_parallel_ranks(tmp_path):
+    """Each of four ranks has a fourth of the experts, as one run of rows; others have half, or all."""
+    folder = check(tmp_path, "by hand", 1, 2, 4, FOUND)
+    check_resumed(tmp_path, folder, "by hand", 1, 2, 2, 2, "half")
+    check_resumed(tmp_path, folder, "by hand", 1, 2, 4, 2, "whole", FOUND)
+
+
 def test_experts_that_are_modules_of_their_own(tmp_path):
     """One rank has all of an expert, and the other none of its rows."""
     check(tmp_path, "listed", 1, 2, 2)

@@ -212,8 +212,7 @@ class Counted(Experts):
         return found
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
-@pytest.mark.parametrize("form", ["plain", "seen"])
+@pytest.mark.parametrize(("form", "ranks"), [("plain", 4), ("seen", 2)])
 def test_ranks_have_some_of_the_experts_where_slices_do_not_add_up(form, ranks):
     """All experts were on every rank, whatever is between the last product and the weights. Hooks of their module see all tokens."""
     torch.manual_seed(0)

@@ -193,3 +193,38 @@ def test_a_model_without_experts():
         )
     with pytest.raises(ConfigError, match="4 experts are fewer than 8 ranks"):
         compiled("MixtralForCausalLM", data_parallel_degree=8, expert_parallel_degree=8)
+
+
+class Gathering(nn.Module):
+    """Experts that take each token's weights by index: nothing of it depends on values, so it is recorded inside."""
+
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Parameter(torch.randn(4, 24, HIDDEN)), nn.Parameter(torch.randn(4, HIDDEN, 24))
+
+    def forward(self, hidden, index, weights):
+        rows = hidden.repeat_interleave(index.shape[1], 0).unsqueeze(-1)
+        found = self.down[index.flatten()] @ (self.up[index.flatten()] @ rows).tanh()
+        return (found.squeeze(-1) * weights.reshape(-1, 1)).view(*index.shape, -1).sum(1)
+
+
+class Chosen(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embedding, self.router, self.experts = nn.Embedding(32, HIDDEN), nn.Linear(HIDDEN, 4), Gathering()
+
+    def forward(self, ids):
+        hidden = self.embedding(ids).flatten(0, 1)
+        weights, index = self.router(hidden).softmax(-1).topk(2)
+        return self.experts(hidden, index, weights).square().mean()
+
+
+def test_experts_that_could_be_recorded_are_called_whole():
+    """It was refused: their tokens travel inside of the call."""
+    options = {"pipeline_parallel_degree": 1, "data_parallel_degree": 2, "expert_parallel_degree": 2}
+    found = smpc.compile_model(Chosen(), {"ids": torch.zeros(4, 8, dtype=torch.long)}, **options)
+    assert [node.target for node in found.trace.nodes if node.kind == "call_module"] == ["experts"]
+    assert {state.name: state.spec.shape[0] for state in found.trace.state if "experts" in state.name} == {
+        "experts.up": 2,
+        "experts.down": 2,
+    }

@@ -59,3 +59,31 @@ def test_hooks_and_buffers_make_a_layer_its_own(runs):
     held.register_buffer("count", torch.ones(3))
     recorded(Routed(), hooked, held, held, Routed())
     assert len(runs) == 4
+
+
+class Dropping(Routed):
+    """Computes what nobody uses; `kept`: what that keeps is let go of at the end of forward, not at once."""
+
+    def __init__(self, kept):
+        super().__init__()
+        self.kept = kept
+
+    def forward(self, x):
+        found, unused = super().forward(x), []
+        for _ in range(8):
+            unused.append((found + 1) * (found + 2))
+            if not self.kept:
+                unused.clear()
+        return found
+
+
+def test_what_a_module_keeps_is_counted_wherever_its_memory_lies():
+    """Memory that had been let go of gave its address to other memory, which did not count: ranks recorded different models, by chance."""
+    traces = [
+        record(nn.Sequential(nn.Linear(8, 8), Dropping(kept)), (torch.randn(4, 8),), {}) for kept in (True, False)
+    ]
+    kept, dropped = (
+        [t.storages[s] for node in t.nodes if node.kind == "call_module" for s in node.saved] for t in traces
+    )
+    assert dropped == kept
+    assert len(kept) >= 16
