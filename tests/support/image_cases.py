@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 import torch.nn.functional as F
 
 
@@ -75,9 +76,16 @@ def _pad(draw):
     return lambda a: F.pad(a, (1, 2), **options), [_image(draw, 1)]
 
 
+def _weight_norm(draw):
+    dim, shape = draw.pick((0, 2, -1)), (draw.size(), 3, draw.size())
+    norms = [size if place == dim else 1 for place, size in enumerate(shape)]
+    return lambda v, g: torch._weight_norm(v, g, dim), [draw.tensor(*shape), draw.tensor(*norms)]
+
+
 IMAGES = {
     **{f"conv{n}d": _convolution(getattr(F, f"conv{n}d"), n) for n in (1, 2, 3)},
     **{f"conv_transpose{n}d": _transposed(getattr(F, f"conv_transpose{n}d"), n) for n in (1, 2, 3)},
     **{f"{kind}_pool{n}d": _pooling(f"{kind}_pool{n}d", n) for kind in ("max", "avg", "adaptive_avg") for n in (1, 2, 3)},
     "batch_norm": _batch_norm, "group_norm": _group_norm, "interpolate": _interpolate, "pad": _pad,
+    "_weight_norm": _weight_norm,
 }  # fmt: skip

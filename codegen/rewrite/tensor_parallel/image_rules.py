@@ -10,7 +10,8 @@ For conv2d(x[N, C, H, W], w[O, C / g, h, w], b[O]) in g groups:
     B      S(0|)  S(0|)  S(1|)     they do not: each rank some of the filters of every group, a block of O / g for each
     S(1|)  S(1)   P      P         ... some of the channels of every group, blocks of C / g
 
-Filters of transposed convolutions have the other order: [C, O / g, h, w].
+Filters of transposed convolutions have the other order: [C, O / g, h, w]. Filters that are normalised (`torch._weight_norm`) are sliced
+along the dimension whose slices have norms of their own, and exchanged for slices of filters where that is another one.
 """
 
 from __future__ import annotations
@@ -160,6 +161,14 @@ def _padded_image(facts: Facts, node: Node) -> Iterator[Strategy]:
             yield Strategy((PARTIAL,), PARTIAL)
 
 
+def _weight_norm(facts: Facts, node: Node) -> Iterator[Strategy]:
+    """torch._weight_norm(v, g, dim): every slice along `dim` has a norm of its own."""
+    names, dim = operands(*node.args[:2]) if len(node.args) >= 2 else None, argument(node, 2, "dim", 0)
+    if names is None or not 0 <= dim < len(facts.shape(node.name)):
+        return  # one norm of all
+    yield from facts.along(node, dict.fromkeys(names, dim), dim, facts.shape(node.name)[dim])
+
+
 IMAGE_RULES: Mapping[str, Rule] = MappingProxyType(
     {
         **dict.fromkeys(CONVOLUTIONS, _convolution),
@@ -168,5 +177,6 @@ IMAGE_RULES: Mapping[str, Rule] = MappingProxyType(
         "group_norm": _group_norm,
         "interpolate": _interpolate,
         "pad": _padded_image,
+        "_weight_norm": _weight_norm,
     }
 )  # by short name
