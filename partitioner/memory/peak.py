@@ -52,7 +52,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import numpy as np
@@ -60,7 +60,14 @@ import numpy as np
 from smpc.partitioner.costs.cost import CostModel
 from smpc.partitioner.graph.plan import INPUTS, Edge
 from smpc.partitioner.graph.trace_graph import Graph
-from smpc.partitioner.memory.deferred import Deferred, SplitTerms, SplitUse, deferred_bytes, split_peak
+from smpc.partitioner.memory.deferred import (
+    SplitBytes,
+    SplitTerms,
+    SplitUse,
+    deferred_bytes,
+    held_arguments,
+    rank_shares,
+)
 from smpc.partitioner.memory.lifetimes import Lifetimes, SavedActivations, lifetimes, loss_roots, saved_activations
 from smpc.partitioner.problem import IntArray
 from smpc.tracer.ir import NodeKind, Region, StateSpec, Trace
@@ -85,6 +92,8 @@ class StageMemory:
     offloaded_bytes: int = 0  # of the activations, what is offloaded
     deferred_bytes: int = 0  # of one microbatch between B and W, where the backward is split
     in_flight_bytes: int = 0  # there, the most of all microbatches in flight
+    after_step_bytes: int = 0  # while the optimizer works, beyond parameters, buffers and optimizer state
+    split: SplitBytes | None = None  # where the backward is split, what each action holds
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,9 +163,14 @@ def step_peak(terms: StepTerms, cost_model: CostModel, num_in_flight: int, num_m
                 behind = (num_in_flight - terms.last) * terms.given_back
                 found.append(behind + terms.others_last + terms.later_backward)
     if cost_model.optimizer.in_parts:
-        left = (num_in_flight if cost_model.holds_sent else 1) * terms.given_back
-        found += [terms.gathering + terms.one_forward, left + terms.averaging]
+        found.append(_in_parts(terms, cost_model, num_in_flight))
     return functools.reduce(_larger, found)
+
+
+def _in_parts(terms: StepTerms, cost_model: CostModel, num_in_flight: int) -> Bytes:
+    """The most where parameters in parts are gathered, and where their gradients are averaged."""
+    left = (num_in_flight if cost_model.holds_sent else 1) * terms.given_back
+    return _larger(terms.gathering + terms.one_forward, left + terms.averaging)
 
 
 def _larger(one: Bytes, other: Bytes) -> Bytes:
@@ -202,7 +216,18 @@ def stage_memory(graph: Graph, cost_model: CostModel, use: StageUse, edges: Sequ
     deferred = None
     if use.split is not None:
         deferred = deferred_bytes(graph, cost_model, use.positions, use.state, use.regions)
-    during_step = _peak_of_stage(graph, cost_model, use, edges, activations, parameters, deferred) + communication
+    terms, working, exists = _step_terms(graph, cost_model, use, edges, activations, parameters)
+    split = None
+    if use.split is not None and deferred is not None:
+        split = SplitBytes(_split_terms(graph, cost_model, use, terms, working, exists), deferred, use.split)
+        during_step = split.peak() + communication
+        if cost_model.optimizer.in_parts:
+            during_step = max(during_step, int(_in_parts(terms, cost_model, use.num_in_flight)) + communication)
+            split = None  # a rank with several stages has them gathered all, and is bounded by the sum
+    else:
+        found = step_peak(terms, cost_model, use.num_in_flight, max(use.num_microbatches, use.num_in_flight))
+        assert isinstance(found, int), found
+        during_step = found + communication
     largest = max((spec.spec.num_bytes for spec in parameters), default=0)
     after_step = gradient_bytes + cost_model.optimizer_scratch(parameter_bytes, largest)
     peak = parameter_bytes + optimizer_bytes + buffer_bytes + max(during_step, after_step)
@@ -224,7 +249,26 @@ def stage_memory(graph: Graph, cost_model: CostModel, use: StageUse, edges: Sequ
         activations.offloaded,
         0 if deferred is None else deferred.total,
         in_flight,
+        after_step,
+        split,
     )
+
+
+def on_one_rank(stages: Mapping[int, StageMemory]) -> dict[int, StageMemory]:
+    """The stages of a rank, each with its part of the rank's peak, where that is known; else with its own peak."""
+    split = {index: memory.split for index, memory in stages.items() if memory.split is not None}
+    if len(split) < len(stages) or len(stages) == 1:
+        return dict(stages)
+    shares = rank_shares(split)
+    during = {index: memory.communication_bytes + shares[index] for index, memory in stages.items()}
+    after = {index: memory.after_step_bytes for index, memory in stages.items()}
+    most = during if sum(during.values()) > sum(after.values()) else after
+    found: dict[int, StageMemory] = {}
+    for index, memory in stages.items():
+        peak = memory.parameter_bytes + memory.optimizer_bytes + memory.buffer_bytes + most[index]
+        transient = memory.transient_bytes + peak - memory.peak_bytes
+        found[index] = replace(memory, peak_bytes=peak, transient_bytes=transient)
+    return found
 
 
 def _input_storages(trace: Trace) -> frozenset[int]:
@@ -270,7 +314,9 @@ class _Activations:
             return trace.storages[storage] if whole else received[storage]
 
         received_bytes = sum(size(storage) for storage in sorted(leaves - ignored))
-        found = saved_activations(graph, use.positions, use.regions, size, frozenset(ignored | leaves), received_bytes)
+        more = held_arguments(graph, use.positions, use.regions) if use.split is not None else None
+        before = frozenset(ignored | leaves)
+        found = saved_activations(graph, use.positions, use.regions, size, before, received_bytes, more)
         saved = int(found.forward[-1]) if len(found.forward) else received_bytes
         rest = sum(size(storage) for storage in sorted(outputs - found.kept))
         alone = sorted(kept.keys() - found.kept - outputs)
@@ -294,16 +340,15 @@ class _Activations:
         return num_in_flight * self.total - away * self.offloaded
 
 
-def _peak_of_stage(
+def _step_terms(
     graph: Graph,
     cost_model: CostModel,
     use: StageUse,
     edges: Sequence[Edge],
     activations: _Activations,
     parameters: Sequence[StateSpec],
-    deferred: Deferred | None,
-) -> int:
-    """The most bytes of activations, gradients and what works on them."""
+) -> tuple[StepTerms, IntArray, IntArray]:
+    """What the peak is made of; by node, what works in its backward, and the gradients of parameters that exist by then."""
     trace = graph.trace
     gradient_bytes = sum(cost_model.gradient_bytes(state) for state in parameters)
     sent = [name for edge in edges if edge.source == use.index for name in edge.values if _needs_gradient(trace, name)]
@@ -332,26 +377,15 @@ def _peak_of_stage(
         last=1 if use.resident is None else use.resident.last,
         others_last=0 if use.resident is None else (use.resident.last - 1) * activations.total,
     )
-    if use.split is not None and deferred is not None:
-        return _split_peak(graph, cost_model, use, use.split, terms, working, exists, deferred)
-    found = step_peak(terms, cost_model, use.num_in_flight, max(use.num_microbatches, use.num_in_flight))
-    assert isinstance(found, int), found
-    return found
+    return terms, working, exists
 
 
-def _split_peak(
-    graph: Graph,
-    cost_model: CostModel,
-    use: StageUse,
-    split: SplitUse,
-    terms: StepTerms,
-    working: IntArray,
-    exists: IntArray,
-    deferred: Deferred,
-) -> int:
-    """The most of a step whose backwards are split, from the terms of one whose backwards are not."""
+def _split_terms(
+    graph: Graph, cost_model: CostModel, use: StageUse, terms: StepTerms, working: IntArray, exists: IntArray
+) -> SplitTerms:
+    """The terms of a step whose backwards are split, from those of one whose backwards are not."""
     state = [graph.trace.state[i] for i in use.state]
-    found = SplitTerms(
+    return SplitTerms(
         int(terms.others(2)),
         int(_larger(terms.one_forward, terms.after_forward)),
         working,
@@ -363,7 +397,6 @@ def _split_peak(
         int(terms.waiting),
         int(terms.given_back) if cost_model.holds_sent else 0,
     )
-    return split_peak(found, deferred, split)
 
 
 def working_bytes(saved: SavedActivations, live: Lifetimes) -> IntArray:
