@@ -90,13 +90,10 @@ def split_uses(schedule: Schedule, num_stages: int) -> tuple[SplitUse, ...] | No
         if any((a.stage, a.microbatch) not in split for a in actions):
             return None
         waiting, deferred, has_gradients = [0] * num_stages, [0] * num_stages, [False] * num_stages
-        own = sorted({action.stage for action in actions})
         for op, stage in ((action.op, action.stage) for action in actions):
             waiting[stage] -= op is Op.BACKWARD
             deferred[stage] -= op is Op.WEIGHT
-            besides = [(s, Beside(waiting[s], deferred[s], has_gradients[s])) for s in own]
-            others = tuple(item for item in besides if item[0] != stage)
-            counts[stage][op].add(Beside(waiting[stage], deferred[stage], has_gradients[stage], others))
+            counts[stage][op].add(Beside(waiting[stage], deferred[stage], has_gradients[stage]))
             waiting[stage] += op is Op.FORWARD
             deferred[stage] += op is Op.BACKWARD
             has_gradients[stage] |= op is Op.WEIGHT

@@ -56,7 +56,7 @@ from smpc.partitioner.graph.trace_graph import (
     stages_by_rank,
 )
 from smpc.partitioner.memory.deferred import SplitUse
-from smpc.partitioner.memory.peak import Resident, StageMemory, StageUse, on_one_rank, stage_memory
+from smpc.partitioner.memory.peak import Resident, StageUse, stage_memory
 from smpc.partitioner.problem import LARGEST, IntArray, Scale, relative_gap, stage_costs
 from smpc.partitioner.solvers.bound import lower_bound
 from smpc.partitioner.solvers.chain import ChainSolution, solve_chain
@@ -290,8 +290,7 @@ def _plan_of_stages(
         )
         for s in range(num_stages)
     ]
-    memories = _memories(analysis, crossing, uses)
-    made = (_plan_stage(analysis, stage_of, crossing, use, costs[use.index], memories[use.index]) for use in uses)
+    made = (_plan_stage(analysis, stage_of, crossing, use, ranks[use.index], costs[use.index]) for use in uses)
     stages = tuple(replace(stage, num_in_flight=in_flight[stage.index]) for stage in made)
     shared = tuple(
         SharedParameter(state.name, holders)
@@ -315,32 +314,25 @@ def _plan_of_stages(
     )
 
 
-def _memories(analysis: Analysis, crossing: Crossing, uses: Sequence[StageUse]) -> dict[int, StageMemory]:
-    """By stage, its bytes; of several on a rank, those at the rank's peak."""
-    found = {use.index: stage_memory(analysis.graph, analysis.cost_model, use, crossing.edges) for use in uses}
-    for rank in sorted({use.ranks[use.index] for use in uses}):
-        found |= on_one_rank({use.index: found[use.index] for use in uses if use.ranks[use.index] == rank})
-    return found
-
-
 def _plan_stage(
     analysis: Analysis,
     stage_of: IntArray,
     crossing: Crossing,
     use: StageUse,
+    rank: int,
     cost: float,
-    memory: StageMemory,
 ) -> Stage:
     """What a plan says of one stage."""
     graph, trace = analysis.graph, analysis.graph.trace
     index, state, positions = use.index, use.state, list(use.positions)
     again = crossing.recomputed[index]
+    memory = stage_memory(graph, analysis.cost_model, use, crossing.edges)
     times, reruns = analysis.times_once, depths(use.regions)
     recompute_time = float(sum(reruns.get(i, 0) * times.forward[i] for i in positions))
     kernels = analysis.cost_model.kernels
     return Stage(
         index=index,
-        rank=use.ranks[index],
+        rank=rank,
         modules=largest_whole_calls(graph, stage_of, index),
         parameters=tuple(trace.state[i].name for i in state if trace.state[i].is_parameter),
         buffers=tuple(trace.state[i].name for i in state if not trace.state[i].is_parameter),
@@ -417,8 +409,7 @@ def _scaled_to_limit(num_bytes: IntArray, limit: int, largest: int) -> IntArray:
 
 
 def rank_peaks(plan: Plan, limits: Sequence[int] = ()) -> dict[int, int]:
-    """Predicted peak bytes of each rank; a bound where a rank runs several stages whose backwards are not split, since only one is at work
-    at a time.
+    """Predicted peak bytes of each rank; a bound where a rank runs several stages, since only one is at work at a time.
 
     With `limits`, by stage: in bytes of the rank with the largest limit.
     """

@@ -15,15 +15,12 @@ nodes of the stage (for the terms see `smpc.partitioner.memory.peak`):
           one that is added at n
 
 and from the first W on all gradients of parameters.
-
-A rank with several stages runs one at a time. So its peak is the largest, over its actions, of what the action's stage holds meanwhile and
-the others hold beside it: their microbatches that wait, and over gloo what those that are done have left behind.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -42,7 +39,6 @@ class Beside(NamedTuple):
     waiting: int
     deferred: int
     has_gradients: bool
-    others: tuple[tuple[int, Beside], ...] = ()  # the same of the rank's other stages, by stage
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,52 +84,26 @@ class SplitTerms(NamedTuple):
     given_back: int
 
 
-@dataclass(frozen=True, slots=True)
-class SplitBytes:
-    """What a stage holds during an action beyond parameters, optimizer state, buffers and messages received ahead."""
+def split_peak(terms: SplitTerms, deferred: Deferred, use: SplitUse) -> int:
+    """The most of a step's phases."""
 
-    terms: SplitTerms
-    deferred: Deferred
-    use: SplitUse
+    def others(beside: Beside) -> int:
+        gradients = terms.gradients if beside.has_gradients else terms.early_gradients
+        return beside.waiting * terms.activations + beside.deferred * deferred.total + gradients
 
-    def actions(self) -> Iterator[tuple[int, Beside]]:
-        """The most in each action of the stage, with what is beside it."""
-        terms, deferred, use = self.terms, self.deferred, self.use
-        backward = int((terms.working + deferred.behind).max(initial=0))
-        first = int((deferred.until + terms.exists).max(initial=0))
-        for beside in use.forwards:
-            yield self._others(beside) + beside.waiting * terms.sent + terms.forward, beside
-        for beside in use.backwards:
-            left = 0 if beside.waiting else (use.before_backward - 1) * terms.given_back
-            yield max(terms.waiting, left) + self._others(beside) + backward, beside
-        for beside in use.weights:
-            later = beside.has_gradients or terms.early_gradients
-            yield terms.waiting + self._others(beside) + (deferred.total + terms.largest if later else first), beside
-
-    def idle(self, beside: Beside) -> int:
-        """While another stage of the rank runs."""
-        left = 0 if beside.waiting or not beside.has_gradients else self.use.before_backward * self.terms.given_back
-        sent = self.terms.waiting if beside.has_gradients else beside.waiting * self.terms.sent
-        return self._others(beside) + max(left, sent)
-
-    def peak(self) -> int:
-        """The most of all actions."""
-        return max(num_bytes for num_bytes, _ in self.actions())
-
-    def _others(self, beside: Beside) -> int:
-        gradients = self.terms.gradients if beside.has_gradients else self.terms.early_gradients
-        return beside.waiting * self.terms.activations + beside.deferred * self.deferred.total + gradients
-
-
-def rank_shares(stages: Mapping[int, SplitBytes]) -> dict[int, int]:
-    """By stage of one rank, its part of the most that all of them hold at once."""
-    found: dict[int, int] = {}
-    for stage, own in stages.items():
-        for num_bytes, beside in own.actions():
-            shares = {stage: num_bytes} | {other: stages[other].idle(its) for other, its in beside.others}
-            if sum(shares.values()) > sum(found.values()):
-                found = shares
-    return found
+    backward = int((terms.working + deferred.behind).max(initial=0))
+    first = int((deferred.until + terms.exists).max(initial=0))
+    found = [others(beside) + beside.waiting * terms.sent + terms.forward for beside in use.forwards]
+    found += [terms.waiting + others(beside) + backward for beside in use.backwards]
+    found += [
+        (use.before_backward - 1) * terms.given_back + others(beside) + backward
+        for beside in use.backwards
+        if not beside.waiting
+    ]
+    for beside in use.weights:
+        later = beside.has_gradients or terms.early_gradients
+        found.append(terms.waiting + others(beside) + (deferred.total + terms.largest if later else first))
+    return max(found)
 
 
 def deferred_bytes(

@@ -52,7 +52,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
@@ -61,12 +61,11 @@ from smpc.partitioner.costs.cost import CostModel
 from smpc.partitioner.graph.plan import INPUTS, Edge
 from smpc.partitioner.graph.trace_graph import Graph
 from smpc.partitioner.memory.deferred import (
-    SplitBytes,
     SplitTerms,
     SplitUse,
     deferred_bytes,
     held_arguments,
-    rank_shares,
+    split_peak,
 )
 from smpc.partitioner.memory.lifetimes import Lifetimes, SavedActivations, lifetimes, loss_roots, saved_activations
 from smpc.partitioner.problem import IntArray
@@ -92,8 +91,6 @@ class StageMemory:
     offloaded_bytes: int = 0  # of the activations, what is offloaded
     deferred_bytes: int = 0  # of one microbatch between B and W, where the backward is split
     in_flight_bytes: int = 0  # there, the most of all microbatches in flight
-    after_step_bytes: int = 0  # while the optimizer works, beyond parameters, buffers and optimizer state
-    split: SplitBytes | None = None  # where the backward is split, what each action holds
 
 
 @dataclass(frozen=True, slots=True)
@@ -217,13 +214,11 @@ def stage_memory(graph: Graph, cost_model: CostModel, use: StageUse, edges: Sequ
     if use.split is not None:
         deferred = deferred_bytes(graph, cost_model, use.positions, use.state, use.regions)
     terms, working, exists = _step_terms(graph, cost_model, use, edges, activations, parameters)
-    split = None
     if use.split is not None and deferred is not None:
-        split = SplitBytes(_split_terms(graph, cost_model, use, terms, working, exists), deferred, use.split)
-        during_step = split.peak() + communication
+        split_terms = _split_terms(graph, cost_model, use, terms, working, exists)
+        during_step = split_peak(split_terms, deferred, use.split) + communication
         if cost_model.optimizer.in_parts:
             during_step = max(during_step, int(_in_parts(terms, cost_model, use.num_in_flight)) + communication)
-            split = None  # a rank with several stages has them gathered all, and is bounded by the sum
     else:
         found = step_peak(terms, cost_model, use.num_in_flight, max(use.num_microbatches, use.num_in_flight))
         assert isinstance(found, int), found
@@ -249,26 +244,7 @@ def stage_memory(graph: Graph, cost_model: CostModel, use: StageUse, edges: Sequ
         activations.offloaded,
         0 if deferred is None else deferred.total,
         in_flight,
-        after_step,
-        split,
     )
-
-
-def on_one_rank(stages: Mapping[int, StageMemory]) -> dict[int, StageMemory]:
-    """The stages of a rank, each with its part of the rank's peak, where that is known; else with its own peak."""
-    split = {index: memory.split for index, memory in stages.items() if memory.split is not None}
-    if len(split) < len(stages) or len(stages) == 1:
-        return dict(stages)
-    shares = rank_shares(split)
-    during = {index: memory.communication_bytes + shares[index] for index, memory in stages.items()}
-    after = {index: memory.after_step_bytes for index, memory in stages.items()}
-    most = during if sum(during.values()) > sum(after.values()) else after
-    found: dict[int, StageMemory] = {}
-    for index, memory in stages.items():
-        peak = memory.parameter_bytes + memory.optimizer_bytes + memory.buffer_bytes + most[index]
-        transient = memory.transient_bytes + peak - memory.peak_bytes
-        found[index] = replace(memory, peak_bytes=peak, transient_bytes=transient)
-    return found
 
 
 def _input_storages(trace: Trace) -> frozenset[int]:

@@ -126,12 +126,3 @@ def test_what_there_is_beside_the_parts_of_a_backward():
     assert first.forwards == (Beside(0, 0, False), Beside(1, 0, False), Beside(1, 0, True))
     assert last.in_flight(activations=10, deferred=3) == 13  # F1 beside what W0 reads
     assert split_uses(interleaved(2, (0, 1), 3, 3), 2) is None
-
-
-def test_what_other_stages_of_a_rank_hold_is_beside_its_actions():
-    uses = split_uses(zb_v(2, 4), 4)
-    for stage, use in enumerate(uses):
-        for beside in (*use.forwards, *use.backwards, *use.weights):
-            assert [other for other, _ in beside.others] == [3 - stage]  # rank 0 has stages 0 and 3, rank 1 has 1 and 2
-    # the V turns around on the last rank: its upper stage starts with a microbatch that waits in the lower one
-    assert min(dict(beside.others)[1].waiting for beside in uses[2].forwards) == 1

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -10,15 +9,7 @@ from torch import nn
 
 from smpc.executor.measure.spans import LiveBytes
 from smpc.partitioner.graph.trace_graph import build_graph
-from smpc.partitioner.memory.deferred import (
-    Beside,
-    Deferred,
-    SplitBytes,
-    SplitTerms,
-    SplitUse,
-    held_arguments,
-    rank_shares,
-)
+from smpc.partitioner.memory.deferred import held_arguments
 from smpc.partitioner.memory.footprints import HANDED_ON, footprint
 from smpc.partitioner.memory.lifetimes import lifetimes, loss_roots, saved_activations
 from smpc.partitioner.memory.peak import working_bytes
@@ -97,21 +88,6 @@ def test_a_record_of_a_call_that_is_put_off_holds_its_argument():
     (held,) = found[position]
     assert held not in trace.nodes[position].saved
     assert trace.nodes[position].saved  # the copy
-
-
-def stage(forward, activations, use):
-    none = np.zeros(1, dtype=np.int64)
-    terms = SplitTerms(activations, forward, none, none, 0, 0, 0, 0, 0, 0)
-    return SplitBytes(terms, Deferred(1, none, none), use)
-
-
-def test_stages_of_a_rank_are_not_at_their_peaks_at_once():
-    """The peaks of both were added up, which is up to twice what a rank ever holds."""
-    first = SplitUse((Beside(0, 0, False, ((1, Beside(0, 0, False)),)),), (), ())
-    second = SplitUse((Beside(0, 0, False, ((0, Beside(1, 0, False)),)),), (), ())
-    stages = {0: stage(100, 10, first), 1: stage(70, 10, second)}
-    assert [own.peak() for own in stages.values()] == [100, 70]
-    assert rank_shares(stages) == {0: 100, 1: 0}  # while the other one runs, 70 + 10
 
 
 def of(body, *inputs):
