@@ -2,8 +2,8 @@
 
 Between B and W a microbatch holds what W reads, and nothing else (see `smpc.executor.split_backward`):
 
-    deferred      of one microbatch: for each call that is put off what autograd saves of it, by storage, and the gradient of its
-                  result; of the other calls the gradients of parameters, which W adds up
+    deferred      of one microbatch: for each call that is put off what autograd saves of it, by storage, the arguments that its
+                  record holds, and the gradient of its result; of the other calls the gradients of parameters, which W adds up
 
 The peak is the largest of, over the actions of the stage, with a other microbatches that wait for B and d that wait for W, and n over the
 nodes of the stage (for the terms see `smpc.partitioner.memory.peak`):
@@ -19,6 +19,7 @@ and from the first W on all gradients of parameters.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -28,7 +29,8 @@ import numpy as np
 from smpc.partitioner.costs.cost import CostModel, deferred_of
 from smpc.partitioner.graph.trace_graph import Graph
 from smpc.partitioner.problem import IntArray
-from smpc.tracer.ir import Region
+from smpc.tracer.constants import Ref
+from smpc.tracer.ir import Node, NodeKind, Region, Trace
 
 
 class Beside(NamedTuple):
@@ -112,16 +114,18 @@ def deferred_bytes(
     index = {position: i for i, position in enumerate(positions)}
     free = {i for i in positions if not any(region.first <= i < region.last for region in regions)}
     put_off = [index[i] for node in deferred_of(trace) if (i := trace.position(node.name)) in free]
+    arguments = held_arguments(graph, positions, regions)
     ignored = {item.storage for item in trace.state} | {-1}
     saver, user = dict[int, int](), dict[int, int]()  # of storages: the first node that saves it, and the first put off
     for i, position in enumerate(positions):
-        for storage in trace.nodes[position].saved:
+        for storage in (*trace.nodes[position].saved, *arguments.get(position, ())):
             saver.setdefault(storage, i)
     behind, until = np.zeros((2, len(positions) + 1), dtype=np.int64)
     total = 0
     for i in put_off:
         node = trace.nodes[positions[i]]
-        held = [storage for storage in node.saved if storage not in ignored and storage not in user]
+        held = [s for s in (*node.saved, *arguments.get(positions[i], ())) if s not in ignored and s not in user]
+        held = list(dict.fromkeys(held))
         user.update(dict.fromkeys(held, i))
         grad = node.spec.num_bytes if node.spec is not None else 0
         behind[i] += grad
@@ -136,6 +140,39 @@ def deferred_bytes(
         total += num_bytes
     after: IntArray = np.cumsum(behind[::-1])[::-1]
     return Deferred(total, after[1:], np.cumsum(until)[:-1])
+
+
+def held_arguments(graph: Graph, positions: Sequence[int], regions: Sequence[Region]) -> dict[int, tuple[int, ...]]:
+    """Storages of arguments that calls which are put off hold until W, though autograd may save a copy of them: by position.
+
+    A record of a call holds what is differentiated; a plain product of rows and a matrix holds the rows, which autograd saves.
+    """
+    trace, found = graph.trace, dict[int, tuple[int, ...]]()
+    ours = set(positions)
+    for node in deferred_of(trace):
+        position = trace.position(node.name)
+        inside = any(region.first <= position < region.last for region in regions)
+        if position in ours and not inside and not _is_product(trace, node):
+            values = [trace.node(name) for name in node.inputs]
+            wanted = (v for v in values if v.kind is not NodeKind.GET_ATTR and v.spec is not None)
+            found[position] = tuple(v.storage for v in wanted if v.spec is not None and v.spec.requires_grad)
+    return found
+
+
+def _is_product(trace: Trace, node: Node) -> bool:
+    """Whether W multiplies rows without a record: see `smpc.executor.split_backward.pending.as_product`."""
+    if node.kind is NodeKind.CALL_MODULE or node.kwargs or node.autocast is not None:
+        return node.kind is NodeKind.CALL_MODULE
+    place = {"torch.nn.functional.linear": 0, "torch.addmm": 1}.get(node.target)
+    row = node.args[place] if place is not None and len(node.args) > place else None
+    spec = trace.node(row.name).spec if isinstance(row, Ref) else None
+    if spec is None:
+        return False
+    return len(spec.shape) == 2 or (len(spec.shape) == 3 and spec.stride == _dense(spec.shape))
+
+
+def _dense(shape: Sequence[int]) -> tuple[int, ...]:
+    return tuple(math.prod(shape[i + 1 :]) for i in range(len(shape)))
 
 
 def _kept_gradients(

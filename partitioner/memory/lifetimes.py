@@ -12,10 +12,13 @@ Terms
     before      by node: bytes of gradients of activations when its backward starts
 
 The backward pass visits the nodes in reverse. A node reads the gradient of its result, makes the gradients of its inputs, and
-then frees the first. Like autograd, it makes none if it can pass its own on: sums, views of the same size and parts of a
-concatenation. A second contribution is added to the first in place if nothing else shares that block, else both make a third:
-so it is where the first arrived from another stage, since the message holds it as well. What a fused operation saves for
-itself (the probabilities of a cross entropy) it needs once more as scratch, as the gradient of that inner value.
+then frees the first. What it makes, and which gradients it passes on, is seen in a run of the operation alone
+(`smpc.partitioner.memory.footprints`); a second contribution to a gradient then makes a third block, as it does where tensors are
+watched or the first one arrived from another stage (unwatched, autograd may add in place).
+
+Of other nodes this is assumed: a node makes no gradient if it can pass its own on: sums, views of the same size and parts of a
+concatenation. A second contribution is added to the first in place if nothing else shares that block, else both make a third. What a
+fused operation saves for itself it needs once more as scratch, as the gradient of that inner value.
 
 Example: loss = mse(relu(linear(x)), y), every value 4 bytes: backward of mse holds 4 (its result), of relu 8 (the
 gradient read and the one made), of linear 4 (x needs none).
@@ -35,14 +38,16 @@ Example: y = gelu(x); region: h = linear(y), z = gelu(h); every value 4 bytes. T
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from smpc.partitioner.graph.recompute import region_inputs
 from smpc.partitioner.graph.trace_graph import Graph
+from smpc.partitioner.memory.footprints import HANDED_ON, Footprint, Stride, footprint
 from smpc.partitioner.problem import IntArray
+from smpc.tracer import targets
 from smpc.tracer.ir import Node, NodeKind, Region
 
 
@@ -64,12 +69,14 @@ def saved_activations(
     size: Callable[[int], int],
     before: frozenset[int] = frozenset(),
     before_bytes: int = 0,
+    more: Mapping[int, Sequence[int]] | None = None,
 ) -> SavedActivations:
     """The memory of a stage that runs the nodes at `positions`, in order, with these regions, outer ones first.
 
-    `size` gives the bytes of a storage. Storages in `before` exist from the start, and take `before_bytes` together.
+    `size` gives the bytes of a storage. Storages in `before` exist from the start, and take `before_bytes` together. `more` has storages
+    that nodes keep beside what autograd saves, by position.
     """
-    walk = _Walk(graph, positions, size)
+    walk = _Walk(graph, positions, size, more or {})
     spans = [(*walk.span(region), region) for region in regions]
     inside = [span for span in spans if span[0] < span[1]]
     level, kept = walk.scope(0, len(positions), inside, set(before), before_bytes)
@@ -80,8 +87,10 @@ _Span = tuple[int, int, Region]
 
 
 class _Walk:
-    def __init__(self, graph: Graph, positions: Sequence[int], size: Callable[[int], int]) -> None:
-        self.graph, self.positions, self.size = graph, positions, size
+    def __init__(
+        self, graph: Graph, positions: Sequence[int], size: Callable[[int], int], more: Mapping[int, Sequence[int]]
+    ) -> None:
+        self.graph, self.positions, self.size, self.more = graph, positions, size, more
         self.backward, self.rerun = np.zeros((2, len(positions)), dtype=np.int64)
 
     def span(self, region: Region) -> tuple[int, int]:
@@ -113,7 +122,8 @@ class _Walk:
         waiting = list(spans)
         while i < stop:
             if not waiting or waiting[0][0] > i:
-                bytes_held += self.add(nodes[self.positions[i]].saved, seen)
+                position = self.positions[i]
+                bytes_held += self.add((*nodes[position].saved, *self.more.get(position, ())), seen)
                 level[i - start] = self.backward[i] = bytes_held
                 i += 1
                 continue
@@ -141,7 +151,9 @@ class _Walk:
         return sum(self.size(storage) for storage in fresh)
 
 
-def live_forward(graph: Graph, positions: Sequence[int], kept: set[int] | frozenset[int]) -> IntArray:
+def live_forward(
+    graph: Graph, positions: Sequence[int], kept: set[int] | frozenset[int], exact: bool = True
+) -> IntArray:
     """By index: bytes of results that a later node of `positions` still reads, and the node's workspace.
 
     Storages of `kept` count until the node that saves them; from then on they are held.
@@ -173,8 +185,12 @@ def live_forward(graph: Graph, positions: Sequence[int], kept: set[int] | frozen
         end = last[storage] + 1 if storage not in kept else max(start, saver.get(storage, start))
         change[start] += graph.trace.storages[storage]
         change[end] -= graph.trace.storages[storage]
-    live: IntArray = np.cumsum(change)[:-1]
-    return live if graph.workspace is None else live + graph.workspace.forward[list(positions)]
+    known = [footprint(graph.trace, position) if exact else None for position in positions]
+    scratch = np.asarray([0 if found is None else found.scratch for found in known], dtype=np.int64)
+    if graph.workspace is not None:
+        scratch = np.maximum(scratch, graph.workspace.forward[list(positions)])
+    live: IntArray = np.cumsum(change)[:-1] + scratch
+    return live
 
 
 # Their backward hands the gradient of the result on, as it is or in parts.
@@ -206,16 +222,19 @@ def lifetimes(
     roots: Iterable[int],
     arriving: Iterable[int] = (),
     kept: frozenset[int] | None = None,
+    *,
+    exact: bool = True,
 ) -> Lifetimes:
     """Lifetimes of a stage that runs the nodes at `positions`, in order of execution.
 
     The backward pass starts with gradients of the nodes at `roots`, and at `arriving`, which other stages send; the latter lie in
-    buffers that are not counted here. `kept` are the storages that are held until then; None: what autograd saves.
+    buffers that are not counted here. `kept` are the storages that are held until then; None: what autograd saves. `exact`: without, no
+    operation is run alone, which takes a millisecond for each kind, and all is assumed.
     """
     if kept is None:
         kept = frozenset(storage for position in positions for storage in graph.trace.nodes[position].saved)
-    backward, parameters, before = _Backward(graph).run(positions, roots, arriving)
-    return Lifetimes(live_forward(graph, positions, kept), backward, parameters, before)
+    backward, parameters, before = _Backward(graph, exact).run(positions, roots, arriving)
+    return Lifetimes(live_forward(graph, positions, kept, exact), backward, parameters, before)
 
 
 def loss_roots(graph: Graph) -> tuple[int, ...]:
@@ -228,10 +247,11 @@ def loss_roots(graph: Graph) -> tuple[int, ...]:
 class _Backward:
     """One walk; `blocks` has [bytes, how many values hold it] of each gradient, `held` the blocks of each value."""
 
-    def __init__(self, graph: Graph) -> None:
-        self.graph = graph
+    def __init__(self, graph: Graph, exact: bool) -> None:
+        self.graph, self.exact = graph, exact
         self.nodes = graph.trace.nodes
         self.held: dict[int, list[list[int]]] = {}
+        self.strides: dict[int, Stride] = {}  # of gradients, where they are known
         self.live = 0
 
     def run(
@@ -245,13 +265,56 @@ class _Backward:
         activations, parameters, before = np.zeros((3, len(positions)), dtype=np.int64)
         seen: set[int] = set()
         for i in range(len(positions) - 1, -1, -1):
-            own = self.held.pop(positions[i], None)
+            own = self.held.pop(result := self.result(positions[i]), None)
             activations[i] = before[i] = self.live
-            if own is not None and self.nodes[positions[i]].grad_enabled:
+            if own is None:
+                continue
+            known = None
+            if self.exact:
+                known = footprint(self.graph.trace, positions[i], self.strides.pop(result, None))
+            if known is not None and known.gradients:
+                activations[i], parameters[i] = self.follow(positions[i], known, own)
+                continue
+            if self.nodes[positions[i]].grad_enabled:
                 activations[i], parameters[i] = self.visit(positions[i], own, seen)
-            for block in own or ():
-                self.release(block)
+            self.release(*own)
         return activations, parameters, before
+
+    def result(self, position: int) -> int:
+        """The node whose gradient the backward of the one at `position` reads: of `x[i] = y` that of x."""
+        node = self.nodes[position]
+        is_own = node.target != targets.SETITEM or not node.mutates
+        return position if is_own else self.graph.trace.position(node.mutates[0])
+
+    def follow(self, position: int, known: Footprint, own: list[list[int]]) -> tuple[int, int]:
+        """The same as `visit`, of an operation whose footprint is known. Lets go of its own gradient."""
+        largest = self.live + (known.shared if own[0][1] > 1 else known.working)
+        parameters = 0
+        made: list[tuple[int, list[int], Stride]] = []
+        block = own[0]
+        for source, gradient in zip(self.graph.inputs[position], known.gradients, strict=True):
+            if gradient is None:
+                continue
+            num_bytes, stride = gradient
+            if self.graph.state_of[source] >= 0:
+                largest -= max(0, num_bytes)  # counted apart
+                parameters += self.graph.trace.state[self.graph.state_of[source]].spec.num_bytes
+                continue
+            if num_bytes >= 0:
+                block = [num_bytes, 0]
+                self.live += num_bytes
+            elif num_bytes == HANDED_ON:
+                block = own[0]
+            block[1] += 1
+            made.append((source, block, stride))
+        self.release(*own)
+        for source, block, stride in made:
+            if source not in self.held:
+                self.strides[source] = stride
+            largest = max(largest, self.add(source, block, apart=True))
+        if self.graph.workspace is not None:
+            largest = max(largest, self.live + int(self.graph.workspace.backward[position]))
+        return max(largest, self.live), parameters
 
     def visit(self, position: int, own: list[list[int]], seen: set[int]) -> tuple[int, int]:
         """Makes the gradients of a node's inputs. Returns the bytes at work meanwhile, and the bytes of parameters' gradients."""
@@ -270,11 +333,15 @@ class _Backward:
         return at_work, made
 
     def contribute(self, position: int, source: int, own: list[list[int]]) -> int:
-        """Adds a gradient to `source`'s. Returns the bytes at work meanwhile."""
+        """Makes a gradient of `source`, and adds it to what there is. Returns the bytes at work meanwhile."""
         handed = self.hands_on(position, source)
         block = own[0] if handed else self.new(source)
         if handed:
             block[1] += 1
+        return self.add(source, block)
+
+    def add(self, source: int, block: list[int], *, apart: bool = False) -> int:
+        """Adds a gradient to `source`'s, in place unless something shares it or `apart`. Returns the bytes at work meanwhile."""
         before = self.held.get(source)
         if before is None:
             self.held[source] = [block]
@@ -282,7 +349,7 @@ class _Backward:
         if self.nodes[source].spec is None:  # parts of a tuple lie beside each other
             before.append(block)
             return self.live
-        if before[0][1] > 1:
+        if apart or before[0][1] > 1:
             total = self.new(source)
             largest = self.live
             self.release(before[0])
@@ -299,11 +366,12 @@ class _Backward:
         self.live += size
         return [size, 1]
 
-    def release(self, block: list[int]) -> None:
-        """One value less holds the block."""
-        block[1] -= 1
-        if block[1] == 0:
-            self.live -= block[0]
+    def release(self, *blocks: list[int]) -> None:
+        """One value less holds each of the blocks."""
+        for block in blocks:
+            block[1] -= 1
+            if block[1] == 0:
+                self.live -= block[0]
 
     def needs(self, position: int) -> bool:
         """Whether the value has a gradient; a tuple has one if something that it is made of has."""

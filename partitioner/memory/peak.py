@@ -60,7 +60,13 @@ import numpy as np
 from smpc.partitioner.costs.cost import CostModel
 from smpc.partitioner.graph.plan import INPUTS, Edge
 from smpc.partitioner.graph.trace_graph import Graph
-from smpc.partitioner.memory.deferred import Deferred, SplitTerms, SplitUse, deferred_bytes, split_peak
+from smpc.partitioner.memory.deferred import (
+    SplitTerms,
+    SplitUse,
+    deferred_bytes,
+    held_arguments,
+    split_peak,
+)
 from smpc.partitioner.memory.lifetimes import Lifetimes, SavedActivations, lifetimes, loss_roots, saved_activations
 from smpc.partitioner.problem import IntArray
 from smpc.tracer.ir import NodeKind, Region, StateSpec, Trace
@@ -154,9 +160,14 @@ def step_peak(terms: StepTerms, cost_model: CostModel, num_in_flight: int, num_m
                 behind = (num_in_flight - terms.last) * terms.given_back
                 found.append(behind + terms.others_last + terms.later_backward)
     if cost_model.optimizer.in_parts:
-        left = (num_in_flight if cost_model.holds_sent else 1) * terms.given_back
-        found += [terms.gathering + terms.one_forward, left + terms.averaging]
+        found.append(_in_parts(terms, cost_model, num_in_flight))
     return functools.reduce(_larger_peak, found)
+
+
+def _in_parts(terms: StepTerms, cost_model: CostModel, num_in_flight: int) -> Bytes:
+    """The most where parameters in parts are gathered, and where their gradients are averaged."""
+    left = (num_in_flight if cost_model.holds_sent else 1) * terms.given_back
+    return _larger_peak(terms.gathering + terms.one_forward, left + terms.averaging)
 
 
 def _larger_peak(one: Bytes, other: Bytes) -> Bytes:
@@ -202,7 +213,16 @@ def stage_memory(graph: Graph, cost_model: CostModel, use: StageUse, edges: Sequ
     deferred = None
     if use.split is not None:
         deferred = deferred_bytes(graph, cost_model, use.positions, use.state, use.regions)
-    during_step = _peak_of_stage(graph, cost_model, use, edges, activations, parameters, deferred) + communication
+    terms, working, exists = _step_terms(graph, cost_model, use, edges, activations, parameters)
+    if use.split is not None and deferred is not None:
+        split_terms = _split_terms(graph, cost_model, use, terms, working, exists)
+        during_step = split_peak(split_terms, deferred, use.split) + communication
+        if cost_model.optimizer.in_parts:
+            during_step = max(during_step, int(_in_parts(terms, cost_model, use.num_in_flight)) + communication)
+    else:
+        found = step_peak(terms, cost_model, use.num_in_flight, max(use.num_microbatches, use.num_in_flight))
+        assert isinstance(found, int), found
+        during_step = found + communication
     largest = max((spec.spec.num_bytes for spec in parameters), default=0)
     after_step = gradient_bytes + cost_model.optimizer_scratch(parameter_bytes, largest)
     peak = parameter_bytes + optimizer_bytes + buffer_bytes + max(during_step, after_step)
@@ -270,7 +290,9 @@ class _Activations:
             return trace.storages[storage] if whole else received[storage]
 
         received_bytes = sum(size(storage) for storage in sorted(leaves - ignored))
-        found = saved_activations(graph, use.positions, use.regions, size, frozenset(ignored | leaves), received_bytes)
+        more = held_arguments(graph, use.positions, use.regions) if use.split is not None else None
+        before = frozenset(ignored | leaves)
+        found = saved_activations(graph, use.positions, use.regions, size, before, received_bytes, more)
         saved = int(found.forward[-1]) if len(found.forward) else received_bytes
         rest = sum(size(storage) for storage in sorted(outputs - found.kept))
         alone = sorted(kept.keys() - found.kept - outputs)
@@ -294,16 +316,15 @@ class _Activations:
         return num_in_flight * self.total - away * self.offloaded
 
 
-def _peak_of_stage(
+def _step_terms(
     graph: Graph,
     cost_model: CostModel,
     use: StageUse,
     edges: Sequence[Edge],
     activations: _Activations,
     parameters: Sequence[StateSpec],
-    deferred: Deferred | None,
-) -> int:
-    """The most bytes of activations, gradients and what works on them."""
+) -> tuple[StepTerms, IntArray, IntArray]:
+    """What the peak is made of; by node, what works in its backward, and the gradients of parameters that exist by then."""
     trace = graph.trace
     gradient_bytes = sum(cost_model.gradient_bytes(state) for state in parameters)
     sent = [name for edge in edges if edge.source == use.index for name in edge.values if _needs_gradient(trace, name)]
@@ -332,26 +353,15 @@ def _peak_of_stage(
         last=1 if use.resident is None else use.resident.last,
         others_last=0 if use.resident is None else (use.resident.last - 1) * activations.total,
     )
-    if use.split is not None and deferred is not None:
-        return _split_peak(graph, cost_model, use, use.split, terms, working, exists, deferred)
-    found = step_peak(terms, cost_model, use.num_in_flight, max(use.num_microbatches, use.num_in_flight))
-    assert isinstance(found, int), found
-    return found
+    return terms, working, exists
 
 
-def _split_peak(
-    graph: Graph,
-    cost_model: CostModel,
-    use: StageUse,
-    split: SplitUse,
-    terms: StepTerms,
-    working: IntArray,
-    exists: IntArray,
-    deferred: Deferred,
-) -> int:
-    """The most of a step whose backwards are split, from the terms of one whose backwards are not."""
+def _split_terms(
+    graph: Graph, cost_model: CostModel, use: StageUse, terms: StepTerms, working: IntArray, exists: IntArray
+) -> SplitTerms:
+    """The terms of a step whose backwards are split, from those of one whose backwards are not."""
     state = [graph.trace.state[i] for i in use.state]
-    found = SplitTerms(
+    return SplitTerms(
         int(terms.others(2)),
         int(_larger_peak(terms.one_forward, terms.after_forward)),
         working,
@@ -363,7 +373,6 @@ def _split_peak(
         int(terms.waiting),
         int(terms.given_back) if cost_model.holds_sent else 0,
     )
-    return split_peak(found, deferred, split)
 
 
 def working_bytes(saved: SavedActivations, live: Lifetimes) -> IntArray:

@@ -287,6 +287,43 @@ _OWN_FORMULAS: dict[Any, Callable[..., int]] = {
 }
 
 
+_LSTM = torch.ops.aten.mkldnn_rnn_layer.default
+_MOST_STEPS = 33  # of a sequence, run for real: what is kept is in pages
+
+
+def _with_workspace(args: tuple[Any, ...], out: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Results of an LSTM layer on a CPU, with what it keeps for its backward: much, and nothing in fakes."""
+    steps, *sizes = args[0].shape
+    many = min(steps, _MOST_STEPS)
+    kept = _workspace_bytes(args, (many, *sizes))
+    if steps > many:
+        kept += (steps - many) * (kept - _workspace_bytes(args, (1, *sizes))) // (many - 1)
+    return *out[:3], out[3].new_empty(kept)
+
+
+def _workspace_bytes(args: tuple[Any, ...], shape: tuple[int, ...]) -> int:
+    """Bytes that a real layer keeps of a sequence of this shape; 0 where there is no kernel for its dtype."""
+    kinds = [(tuple(value.shape), value.dtype) if isinstance(value, torch.Tensor) else None for value in args]
+    others = [
+        tuple(value) if isinstance(value, list) else value for value in args if not isinstance(value, torch.Tensor)
+    ]
+    return _kept_by_lstm((shape, args[0].dtype), tuple(kinds[1:]), tuple(others))
+
+
+@lru_cache(maxsize=64)
+def _kept_by_lstm(sequence: Any, tensors: tuple[Any, ...], others: tuple[Any, ...]) -> int:
+    left = iter(others)
+    with _for_real(_LSTM), torch.enable_grad():  # without, it keeps nothing
+        made = [
+            torch.zeros(kind[0], dtype=kind[1]) if kind is not None else next(left) for kind in (sequence, *tensors)
+        ]
+        try:
+            kept = _LSTM(*made)[3]
+        except RuntimeError:
+            return 0
+    return 0 if kept is None else int(kept.untyped_storage().nbytes())
+
+
 class Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Adds up the FLOPs of the aten operations that pass, and notes whether one draws random numbers."""
 
@@ -305,6 +342,8 @@ class Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         out = func(*args, **(kwargs or {}))
+        if func is _LSTM:
+            out = _with_workspace(args, out)
         check_dtypes(func, args, kwargs or {})
         self.add(func, args, kwargs or {}, out)
         return out

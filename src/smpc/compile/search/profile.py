@@ -208,7 +208,7 @@ class Profile:
         held = frozenset(state.storage for state in trace.state)
         positions = compute.tolist()
         until = saved_activations(graph, positions, regions, lambda storage: trace.storages[storage], held)
-        live = lifetimes(graph, positions, roots, kept=until.kept)
+        live = lifetimes(graph, positions, roots, kept=until.kept, exact=False)
 
         def state(num_bytes: Callable[[StateSpec], int]) -> _Bytes:
             return _Bytes.of(n, state_items(graph, num_bytes))
