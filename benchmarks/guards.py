@@ -14,7 +14,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from smpc.tracer.attempt import Request
-from smpc.tracer.environment.guarded import Difference
+from smpc.tracer.environment.environment_guards import Difference
 from smpc.tracer.environment.memory_words import DictVersions
 from smpc.tracer.record import record_guarded
 from smpc.v1.steps.programs.signature import ModeReader

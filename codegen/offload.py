@@ -40,7 +40,7 @@ from dataclasses import dataclass
 
 from smpc.codegen.program import Action, Instruction, Op, Schedule, split_backwards
 from smpc.partitioner.graph.plan import HostLink, Plan
-from smpc.partitioner.memory.deferred import Beside, SplitUse
+from smpc.partitioner.memory.deferred import ActionUse, Beside, Messages
 from smpc.partitioner.memory.peak import Resident
 
 _TASKS = (Op.FORWARD, Op.BACKWARD, Op.WEIGHT)
@@ -82,22 +82,37 @@ def resident(schedule: Schedule, num_stages: int, horizon: int) -> tuple[Residen
     return tuple(map(Resident, most, last))
 
 
-def split_uses(schedule: Schedule, num_stages: int) -> tuple[SplitUse, ...] | None:
-    """By stage, what there is beside its actions; None unless every backward is split."""
-    counts: list[dict[Op, set[Beside]]] = [{op: set() for op in _TASKS} for _ in range(num_stages)]
-    for actions in schedule:
-        split = split_backwards(actions)
-        if any((a.stage, a.microbatch) not in split for a in actions):
-            return None
-        waiting, deferred, has_gradients = [0] * num_stages, [0] * num_stages, [False] * num_stages
-        for op, stage in ((action.op, action.stage) for action in actions):
-            waiting[stage] -= op is Op.BACKWARD
-            deferred[stage] -= op is Op.WEIGHT
-            counts[stage][op].add(Beside(waiting[stage], deferred[stage], has_gradients[stage]))
-            waiting[stage] += op is Op.FORWARD
-            deferred[stage] += op is Op.BACKWARD
-            has_gradients[stage] |= op is Op.WEIGHT
-    return tuple(SplitUse(*(tuple(sorted(found[op])) for op in _TASKS)) for found in counts)
+def action_uses(
+    schedule: Schedule, num_stages: int, messages: Mapping[int, Sequence[Messages]] | None = None
+) -> tuple[ActionUse, ...] | None:
+    """By stage, what there is beside its actions; None where no backward is split, and every rank has one stage.
+
+    `messages`: of ranks with several stages, by action.
+    """
+    kinds = (Op.FORWARD, Op.BACKWARD, Op.WEIGHT, None)  # None: a backward in one part
+    counts: list[dict[Op | None, set[Beside]]] = [{kind: set() for kind in kinds} for _ in range(num_stages)]
+    is_plain = True
+    for rank, actions in enumerate(schedule):
+        held = (messages or {}).get(rank)
+        split, own = split_backwards(actions), sorted({action.stage for action in actions})
+        is_plain = is_plain and not split and len(own) < 2
+        now = {stage: Beside(0, 0, False) for stage in own}
+        for number, action in enumerate(actions):
+            stage, op = action.stage, action.op
+            waiting, deferred, has_gradients = now[stage][:3]
+            is_split = (stage, action.microbatch) in split
+            beside = Beside(waiting - (op is Op.BACKWARD), deferred - (op is Op.WEIGHT), has_gradients)
+            others = tuple((other, now[other]) for other in own if other != stage)
+            kind = None if op is Op.BACKWARD and not is_split else op
+            counts[stage][kind].add(beside._replace(others=others, messages=None if held is None else held[number]))
+            now[stage] = Beside(
+                beside.waiting + (op is Op.FORWARD),
+                beside.deferred + (op is Op.BACKWARD and is_split),
+                has_gradients or op is Op.WEIGHT or kind is None,
+            )
+    if is_plain:
+        return None
+    return tuple(ActionUse(*(tuple(sorted(found[kind])) for kind in kinds)) for found in counts)
 
 
 def moves(tasks: Sequence[Action | Instruction], horizon: int) -> Mapping[int, Sequence[tuple[Op, Key]]]:

@@ -56,8 +56,8 @@ from smpc.partitioner.graph.trace_graph import (
     largest_whole_calls,
     stages_by_rank,
 )
-from smpc.partitioner.memory.deferred import SplitUse
-from smpc.partitioner.memory.peak import Resident, StageUse, stage_memory
+from smpc.partitioner.memory.deferred import ActionUse
+from smpc.partitioner.memory.peak import Resident, StageMemory, StageUse, on_one_rank, stage_memory
 from smpc.partitioner.problem import LARGEST, IntArray, Scale, relative_gap, stage_costs
 from smpc.partitioner.solvers.bound import lower_bound
 from smpc.partitioner.solvers.chain import ChainSolution, solve_chain
@@ -88,7 +88,7 @@ def solve_partition(
     in_flight_of: InFlight | None = None,
     recompute: Sequence[str] = (),
     resident: Sequence[Resident] | None = None,
-    split: Sequence[SplitUse] | None = None,
+    actions: Sequence[ActionUse] | None = None,
     prove: bool = True,
     speeds: Sequence[float] = (),
     limits: Sequence[int] = (),
@@ -99,8 +99,8 @@ def solve_partition(
     stage; stage i on rank i if None. times: those measured,
     if any. memory_limit: most bytes at the predicted peak of a rank (see `smpc.partitioner.solve`);
     in_flight_of gives `in_flight` for other numbers of stages, to say how many would do. recompute: names of modules to checkpoint.
-    resident: by stage, microbatches in flight that are not offloaded; None: all. split: what split backwards have beside
-    them. prove: without, the best contiguous
+    resident: by stage, microbatches in flight that are not offloaded; None: all. actions: what there is beside the
+    actions of the stages. prove: without, the best contiguous
     plan is taken, and nothing is said of others, which is much quicker. speeds, limits: of the stages' devices, relative to the cost
     model's, and most bytes at the peak of a rank that runs the stage, instead of `memory_limit`, if they differ. Raises
     PartitionError for more stages than modules, for settings out of range, and when no plan is within the limit.
@@ -118,7 +118,7 @@ def solve_partition(
         proven = bound if prove or num_stages == 1 else 0.0
         objective = _plan_objective(memory_weight, bottleneck, proven, solver, note, limit)
         return _plan_of_stages(
-            analysis, np.asarray(stage_of), scale, in_flight, placement, schedule, objective, resident, split
+            analysis, np.asarray(stage_of), scale, in_flight, placement, schedule, objective, resident, actions
         )
 
     plan = _solve_unlimited(analysis, scale, in_flight, contiguous, bound, make)
@@ -201,7 +201,7 @@ def plan_from_assignment(
     recompute: Sequence[str] = (),
     resident: Sequence[Resident] | None = None,
     prove: bool = True,
-    split: Sequence[SplitUse] | None = None,
+    actions: Sequence[ActionUse] | None = None,
 ) -> Plan:
     """The plan of a given assignment (node name -> stage, for every node that computes).
 
@@ -221,7 +221,7 @@ def plan_from_assignment(
     reordered = sum(bool(stage_of[graph.rank[u]] > stage_of[graph.rank[w]]) for u, w in graph.gradient_order())
     note = f"{reordered} gradient sums in another order than in one process" if reordered else ""
     objective = _plan_objective(memory_weight, bottleneck, bound, "manual", note)
-    return _plan_of_stages(analysis, stage_of, scale, in_flight, placement, schedule, objective, resident, split)
+    return _plan_of_stages(analysis, stage_of, scale, in_flight, placement, schedule, objective, resident, actions)
 
 
 def _check_settings(
@@ -267,7 +267,7 @@ def _plan_of_stages(
     schedule: ScheduleSummary,
     objective: Objective,
     resident: Sequence[Resident] | None = None,
-    split: Sequence[SplitUse] | None = None,
+    actions: Sequence[ActionUse] | None = None,
 ) -> Plan:
     """The plan of an assignment of units to stages."""
     graph, num_stages = analysis.graph, len(in_flight)
@@ -277,9 +277,12 @@ def _plan_of_stages(
     costs = stage_costs(analysis.units, scale, in_flight, stage_of.tolist()).tolist()
     ranks = tuple(range(num_stages)) if placement is None else tuple(placement)
     nodes, trace = graph.trace.nodes, graph.trace
-    split = None if _is_away(resident, in_flight) else split  # what is away counts as if backwards had one part
-    uses = _stage_uses(graph, stage_of, crossing, active, ranks, in_flight, schedule.num_microbatches, resident, split)
-    made = (_plan_stage(analysis, stage_of, crossing, use, ranks[use.index], costs[use.index]) for use in uses)
+    actions = None if _is_away(resident, in_flight) else actions  # what is away counts as if backwards had one part
+    uses = _stage_uses(
+        graph, stage_of, crossing, active, ranks, in_flight, schedule.num_microbatches, resident, actions
+    )
+    memories = _memories(analysis, crossing, uses)
+    made = (_plan_stage(analysis, stage_of, crossing, use, memories[use.index], costs[use.index]) for use in uses)
     stages = tuple(replace(stage, num_in_flight=in_flight[stage.index]) for stage in made)
     shared = tuple(
         SharedParameter(state.name, holders)
@@ -312,12 +315,13 @@ def _stage_uses(
     in_flight: Sequence[int],
     num_microbatches: int,
     resident: Sequence[Resident] | None,
-    split: Sequence[SplitUse] | None,
+    actions: Sequence[ActionUse] | None,
 ) -> list[StageUse]:
     """By stage, what it runs and holds."""
     state = graph.trace.state
-    number_of_holders = Counter(i for found in crossing.state for i in found if state[i].is_parameter)
-    before_backward = in_flight if split is None else [use.before_backward for use in split]
+    by_rank = {(rank, i) for rank, found in zip(ranks, crossing.state, strict=True) for i in found}
+    number_of_holders = Counter(i for _, i in sorted(by_rank) if state[i].is_parameter)
+    before_backward = in_flight if actions is None else [use.before_backward for use in actions]
     return [
         StageUse(
             s,
@@ -331,10 +335,32 @@ def _stage_uses(
             {i: number for i, number in number_of_holders.items() if number > 1},
             active.by_stage[s],
             None if resident is None else resident[s],
-            None if split is None else split[s],
+            None if actions is None else actions[s],
         )
         for s in range(len(ranks))
     ]
+
+
+def _memories(analysis: Analysis, crossing: Crossing, uses: Sequence[StageUse]) -> dict[int, StageMemory]:
+    """By stage, its bytes; of several on a rank, those at the rank's peak."""
+    graph, costs = analysis.graph, analysis.cost_model
+    found = {use.index: stage_memory(graph, costs, use, crossing.edges) for use in map(_once_on_a_rank(), uses)}
+    for rank in sorted({use.ranks[use.index] for use in uses}):
+        found |= on_one_rank({use.index: found[use.index] for use in uses if use.ranks[use.index] == rank})
+    return found
+
+
+def _once_on_a_rank() -> Callable[[StageUse], StageUse]:
+    """Leaves what an earlier stage of its rank holds out of a stage's state: there is one of it."""
+    seen: dict[int, set[int]] = {}
+
+    def left(use: StageUse) -> StageUse:
+        there = seen.setdefault(use.ranks[use.index], set())
+        own = tuple(i for i in use.state if i not in there)
+        there.update(own)
+        return use if len(own) == len(use.state) else replace(use, state=own)
+
+    return left
 
 
 def _plan_stage(
@@ -342,20 +368,19 @@ def _plan_stage(
     stage_of: IntArray,
     crossing: Crossing,
     use: StageUse,
-    rank: int,
+    memory: StageMemory,
     cost: float,
 ) -> Stage:
     """What a plan says of one stage."""
     graph, trace = analysis.graph, analysis.graph.trace
     index, state, positions = use.index, use.state, list(use.positions)
     again = crossing.recomputed[index]
-    memory = stage_memory(graph, analysis.cost_model, use, crossing.edges)
     times, reruns = analysis.times_once, recompute_depths(use.regions)
     recompute_time = float(sum(reruns.get(i, 0) * times.forward[i] for i in positions))
     kernels = analysis.cost_model.kernels
     return Stage(
         index=index,
-        rank=rank,
+        rank=use.ranks[index],
         modules=largest_whole_calls(graph, stage_of, index),
         parameters=tuple(trace.state[i].name for i in state if trace.state[i].is_parameter),
         buffers=tuple(trace.state[i].name for i in state if not trace.state[i].is_parameter),
@@ -432,7 +457,7 @@ def _scaled_to_limit(num_bytes: IntArray, limit: int, largest: int) -> IntArray:
 
 
 def rank_peaks(plan: Plan, limits: Sequence[int] = ()) -> dict[int, int]:
-    """Predicted peak bytes of each rank; a bound where a rank runs several stages, since only one is at work at a time.
+    """Predicted peak bytes of each rank; a bound where a rank runs several stages of which something is offloaded.
 
     With `limits`, by stage: in bytes of the rank with the largest limit.
     """

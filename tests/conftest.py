@@ -40,10 +40,13 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(tryfirst=True)  # before `-m` chooses
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Leaves a few cases of each large matrix to `make test`; see support/matrices.py."""
+    """Leaves a few cases of each large matrix to `make test`; see support/matrices.py. Slow tests have half an hour."""
     from matrices import mark_the_rest_slow
 
     mark_the_rest_slow(items)
+    for item in items:
+        if item.get_closest_marker("slow") and not item.get_closest_marker("timeout"):
+            item.add_marker(pytest.mark.timeout(1800))
 
 
 def pytest_report_header() -> str:

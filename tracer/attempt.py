@@ -24,14 +24,14 @@ from torch.utils import checkpoint
 
 from smpc.errors import SmpcError, TraceError
 from smpc.tracer.effects.randomness import ModuleGenerators, kept
+from smpc.tracer.effects.side_effects import watching_conversions
 from smpc.tracer.effects.torch_calls import tensors_in, uncompiled
-from smpc.tracer.effects.watch import watching_conversions
-from smpc.tracer.environment.frozen import AnyTensor, Frozen, freeze
-from smpc.tracer.environment.guarded import Guard, Names
+from smpc.tracer.environment.environment_guards import Guard, Names
 from smpc.tracer.environment.outside_reads import PARALLEL, OutsideRead
 from smpc.tracer.environment.reads import noting_reads
 from smpc.tracer.environment.state_changes import Leftovers, Survivors, UnsettledError, check_histories, refusal
-from smpc.tracer.guards import Answers
+from smpc.tracer.environment.value_snapshots import AnyTensor, Frozen, freeze
+from smpc.tracer.input_guards import Answers
 from smpc.tracer.ir import Autocast, Trace
 from smpc.tracer.operations.values import DataSized, SizeAskedError
 from smpc.tracer.patches import Functions, Transforms, call_script, looking, without_compiling
@@ -77,7 +77,7 @@ class Subject:
     leaves: frozenset[str]
     sizes: DataSized
     survivors: Survivors
-    closely: bool = False  # see `smpc.tracer.effects.watch`
+    closely: bool = False  # see `smpc.tracer.effects.side_effects`
     is_again: bool = False  # see `smpc.tracer.environment.reads`
 
 

@@ -25,6 +25,7 @@ T = TypeVar("T")
 
 _TORCH_CONSTANTS = (torch.dtype, torch.layout, torch.memory_format)
 _JSON_CLASSES: dict[str, type] = {}
+_JSON_FIELDS: dict[type, tuple[str, ...]] = {}
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,16 +176,24 @@ def is_writable(value: Any) -> bool:
 def register(cls: type[T]) -> type[T]:
     """Class decorator: let instances of a frozen dataclass be encoded."""
     _JSON_CLASSES[cls.__name__] = cls
+    _JSON_FIELDS[cls] = tuple(field.name for field in dataclasses.fields(cls))  # type: ignore[arg-type]
     return cls
 
 
-_PLAIN = frozenset((str, int, bool))  # what JSON has, and most of a trace is
+_PLAIN = frozenset((str, int, bool, type(None)))  # what JSON has, and most of a trace is
 
 
 def encode(value: Any) -> Any:
     """A JSON value; anything that JSON lacks becomes {"$": kind, "v": ...}."""
-    if value is None or type(value) in _PLAIN:
+    kind = type(value)
+    if kind in _PLAIN:
         return value
+    if kind is tuple:
+        return {"$": "tuple", "v": [item if type(item) in _PLAIN else encode(item) for item in value]}
+    names = _JSON_FIELDS.get(kind)
+    if names is not None:
+        fields = [getattr(value, name) for name in names]
+        return {"$": kind.__name__, "v": [item if type(item) in _PLAIN else encode(item) for item in fields]}
     if isinstance(value, (bool, str)) and not isinstance(value, enum.Enum):
         return value
     if isinstance(value, enum.Enum):
@@ -201,11 +210,6 @@ def encode(value: Any) -> Any:
         return {"$": "tuple", "v": [encode(item) for item in value]}
     if isinstance(value, dict):
         return {"$": "dict", "v": [[encode(key), encode(item)] for key, item in value.items()]}
-    if dataclasses.is_dataclass(value) and type(value).__name__ in _JSON_CLASSES:
-        return {
-            "$": type(value).__name__,
-            "v": [encode(getattr(value, f.name)) for f in dataclasses.fields(value)],
-        }
     return _encode_special(value)
 
 

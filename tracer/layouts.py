@@ -10,11 +10,21 @@ matter; the size of gaps does not. So the layout on arrival has the gaps of the 
     others      expanded and overlapping tensors: contiguous
 
 Example: rows of 64 floats that lie 768 apart, strides (768, 1), arrive with strides (80, 1).
+
+`as_strided` is the one operation whose values depend on strides. Programs call `strided_view`, which knows those of the recording: a tensor
+that has others, because it was gathered or has come from another rank, is copied into the recorded layout first.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torch import Tensor
+
+from smpc.errors import UsageError
+
+STRIDED_VIEW = f"{__name__}.strided_view"
 
 _ALIGNMENT = 64  # bytes: a cache line, and the longest vector of a processor
 
@@ -85,3 +95,37 @@ def arrival_bytes(shape: Sequence[int], stride: Sequence[int], itemsize: int) ->
         return 0
     found = arrival_stride(shape, stride, itemsize)
     return itemsize * (1 + sum((size - 1) * step for size, step in zip(shape, found, strict=True)))
+
+
+def strided_view(
+    tensor: Tensor, size: Any, stride: Any, offset: int, recorded: Sequence[int], memory: Sequence[int], may_copy: bool
+) -> Tensor:
+    """`tensor.as_strided(size, stride)`, `offset` elements behind the tensor's first one, as if the tensor had the recorded strides.
+
+    `memory`: (offset, elements) of the tensor's storage when it was recorded, if the view goes beyond the tensor; else (). `may_copy`:
+    whether nobody writes into this memory. Raises UsageError if the view would have other values than it was recorded with.
+    """
+    own = [step for step, size in zip(tensor.stride(), tensor.shape, strict=True) if size != 1]
+    same = own == [step for step, size in zip(recorded, tensor.shape, strict=True) if size != 1]
+    found = (tensor.storage_offset(), tensor.untyped_storage().nbytes() // tensor.element_size())
+    if (memory and found != tuple(memory)) or not (same or may_copy):
+        raise UsageError(
+            f"as_strided: expected a tensor of shape {tuple(tensor.shape)} with strides {tuple(recorded)}"
+            + (f" in a memory of {memory[1]} elements, at {memory[0]}" if memory else "")
+            + f", as it was recorded, found strides {tuple(tensor.stride())} in a memory of {found[1]}, at {found[0]}: between "
+            "ranks a tensor travels without what lies around it; what to do: take the view of x.contiguous(), or use x.unfold"
+        )
+    if not same:
+        tensor = tensor.new_empty_strided(tuple(tensor.shape), tuple(recorded)).copy_(tensor)
+    return tensor.as_strided(size, stride, tensor.storage_offset() + offset)
+
+
+def strided_view_arguments(args: Sequence[Any], kwargs: Mapping[str, Any], view: Tensor) -> tuple[Any, ...]:
+    """The arguments with which `strided_view` gives a view that `as_strided` has given for these."""
+    tensor, *rest = args
+    size, stride = (rest[i] if len(rest) > i else kwargs[name] for i, name in enumerate(("size", "stride")))
+    offset = view.storage_offset() - tensor.storage_offset()
+    last = offset + sum((extent - 1) * step for extent, step in zip(view.shape, view.stride(), strict=True))
+    is_inside = offset >= 0 and last < tensor.numel() and dense_order(tensor.shape, tensor.stride()) is not None
+    memory = (tensor.storage_offset(), tensor.untyped_storage().nbytes() // tensor.element_size())
+    return tensor, size, stride, offset, tuple(tensor.stride()), () if is_inside else memory, True

@@ -59,7 +59,7 @@ Training scripts name the masks that are ones in all microbatches of a step. All
 and `for`.
 
 These operators take functions, which a trace cannot hold. Run by themselves they call their functions one after another, and so they do
-while a model is recorded: a branch is taken, a loop runs. The decision is a question about values (see `smpc.tracer.guards`): known
+while a model is recorded: a branch is taken, a loop runs. The decision is a question about values (see `smpc.tracer.input_guards`): known
 where it depends on inputs and buffers alone, and guarded; otherwise the module around the operator is called whole.
 
     torch.cond(lengths.max() > 4, long, short, (x,))        the nodes of `long(x)`, and a guard

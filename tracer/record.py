@@ -25,14 +25,14 @@ from torch import nn
 
 from smpc.errors import TraceError
 from smpc.tracer.attempt import LookCloselyError, Request, Run, Subject, record_once
-from smpc.tracer.environment.aliased import Aliases, read_tensors
-from smpc.tracer.environment.guarded import Environment, TableLike, tables_of
+from smpc.tracer.environment.environment_guards import Environment, TableLike, tables_of
 from smpc.tracer.environment.memory_words import DictVersions
+from smpc.tracer.environment.object_identity import Aliases, read_tensors
 from smpc.tracer.environment.outside_reads import ahead
-from smpc.tracer.environment.reached import guards_of_torch
+from smpc.tracer.environment.reachable_values import guards_of_torch
 from smpc.tracer.environment.state_changes import Survivors, common_module, is_same, settled
 from smpc.tracer.environment.weakly_held import check_proxies
-from smpc.tracer.guards import Answers
+from smpc.tracer.input_guards import Answers
 from smpc.tracer.ir import Autocast, Trace
 from smpc.tracer.operations.opaque import shape_rule
 from smpc.tracer.operations.values import DataSized, SizeAskedError
@@ -69,13 +69,13 @@ def record(
     FQNs of modules to be called whole, with nothing recorded inside. `device` is the device that the run pretends to be on.
 
     Where the model's Python asks for a value that depends on inputs and buffers alone, real inputs are needed; the answer becomes a
-    guard of the trace (see `smpc.tracer.guards`). `answers`, from the guards of a trace of the same model, replace real inputs.
+    guard of the trace (see `smpc.tracer.input_guards`). `answers`, from the guards of a trace of the same model, replace real inputs.
     `autocast`: what the model runs under, as if it entered that itself. `shown`: paths of inputs (`Structure.paths`) at whose values
     libraries may look that would take another way when traced (see `smpc.tracer.patches`). `buffers`: the real ones, by name,
     where the model has stand-ins.
 
     A module whose forward cannot be recorded becomes a leaf by itself (see `smpc.tracer.operations.opaque` and
-    `smpc.tracer.effects.watch`), and so do all others of its class. A module with hooks is a leaf.
+    `smpc.tracer.effects.side_effects`), and so do all others of its class. A module with hooks is a leaf.
     Raises TraceError if what cannot be recorded is the model's own forward; the message says where.
     """
     place, inputs = torch.device(device), (tuple(args), dict(kwargs or {}))
@@ -120,6 +120,11 @@ def _recorded(model: nn.Module, request: Request, leaf_modules: Sequence[str]) -
     check_hooks(model)
     check_proxies(model)
     leaves = dict.fromkeys((*leaf_modules, *(name for name, module in model.named_modules() if _is_leaf(module))))
+    if "" in leaves:
+        raise TraceError(
+            "cannot trace the model itself: it is to be called whole (leaf_modules, smpc.mark_leaf, smpc.register_shape_rule), and a "
+            "program calls parts of a model; what to do: mark those of its modules that need it"
+        )
     attempts = _Attempts(model, names, request)
     try:
         return attempts.run(leaves)

@@ -10,9 +10,10 @@ from __future__ import annotations
 
 import functools
 import importlib
+import inspect
 import operator
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -35,6 +36,7 @@ APPLY = ".apply"  # how the names of custom autograd functions end
 _TORCH_APPLY: Any = torch.autograd.Function.__dict__["apply"]
 
 _OWN_OPS = "torch.ops.smpc."
+_OF_NUMPY = {"axis": "dim", "keepdims": "keepdim", "x": "input", "a": "input", "x1": "input", "x2": "other"}
 
 # Searched in this order: the name that users know best comes first.
 _NAMESPACES = (
@@ -68,6 +70,59 @@ def name_call(func: Callable[..., Any], args: tuple[Any, ...]) -> tuple[str, tup
     if kind == "__setitem__":
         return SETITEM, args
     return name_of(func), args
+
+
+def plain_arguments(
+    func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> tuple[tuple[Any, ...], Mapping[str, Any]]:
+    """The arguments of a call as code reads them that knows torch's own names, and looks for the first operands by place.
+
+    torch's functions in C++ also take the names that numpy has (`x.sum(axis=1)` for `dim`), and all their arguments by name.
+    """
+    if not kwargs or isinstance(func, types.FunctionType):
+        return args, kwargs
+    if not args:
+        args, kwargs = _placed(func, kwargs)
+    if any(name in _OF_NUMPY for name in kwargs):
+        known = _parameters_of(getattr(func, "__name__", ""))
+        torchs = {name: _OF_NUMPY.get(name, name) if name not in known else name for name in kwargs}
+        kwargs = {torchs[name] if torchs[name] in known else name: value for name, value in kwargs.items()}
+    return args, kwargs
+
+
+def _placed(func: Callable[..., Any], kwargs: Mapping[str, Any]) -> tuple[tuple[Any, ...], Mapping[str, Any]]:
+    """The first operands of a call that has them all by name, by place, and the other arguments."""
+    signature = torch.overrides.get_testing_overrides().get(func)
+    if signature is None:
+        return (), kwargs
+    args, left = [], dict(kwargs)
+    for parameter in inspect.signature(signature).parameters.values():
+        name = next((n for n in (parameter.name, *_numpys(parameter.name)) if n in left), None)
+        if name is None or not _is_operand(left[name]) or parameter.name == "out":
+            break
+        args.append(left.pop(name))
+    return tuple(args), left
+
+
+def _is_operand(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) or (
+        isinstance(value, (list, tuple)) and any(isinstance(item, torch.Tensor) for item in value)
+    )
+
+
+def _numpys(name: str) -> list[str]:
+    return [other for other, own in _OF_NUMPY.items() if own == name]
+
+
+@functools.cache
+def _parameters_of(name: str) -> frozenset[str]:
+    """The names of the arguments of an operation, in all of its forms."""
+    packet = getattr(torch.ops.aten, name, None)
+    if not isinstance(packet, torch._ops.OpOverloadPacket):
+        return frozenset()
+    schemas = (getattr(packet, overload)._schema for overload in packet.overloads())  # type: ignore[no-untyped-call]
+    names = {argument.name for schema in schemas for argument in schema.arguments}
+    return frozenset({"input" if name == "self" else name for name in names})
 
 
 def name_of(func: Callable[..., Any]) -> str:

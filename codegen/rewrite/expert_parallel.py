@@ -139,7 +139,8 @@ def _traffic_of_call(trace: Trace, node: Node, found: Experts, per_expert: int, 
     """The messages of a rank for a call: each row goes to its expert and back, and so do the gradients."""
     spec = _result_of_experts(trace, node)
     rows = _rows_of_tokens(trace, node, found, per_expert)
-    sent = 0 if spec is None else 2 * rows * spec.shape[-1] * spec.torch_dtype.itemsize * (degree - 1) // degree
+    row = 0 if spec is None else _width_of_rows(trace, spec, found) * spec.torch_dtype.itemsize
+    sent = 2 * rows * row * (degree - 1) // degree
     backward = sent if spec is not None and spec.requires_grad else 0
     return Collective(node.name, _FUNCTION, node.name, REPLICATED, REPLICATED, found.module, sent, backward)
 
@@ -152,6 +153,14 @@ def _result_of_experts(trace: Trace, node: Node) -> TensorSpec | None:
     return next(
         (spec for spec in specs if spec is not None and spec.torch_dtype.is_floating_point and spec.shape), None
     )
+
+
+def _width_of_rows(trace: Trace, spec: TensorSpec, found: Experts) -> int:
+    """The elements of a row: of the result for the tokens, or, where that is the loss of a whole model, of an expert's first matrix."""
+    if spec.shape:
+        return spec.shape[-1]
+    own = (state.spec.shape for state in trace.state if not found.names.isdisjoint(state.names))
+    return next((shape[-1] for shape in own if len(shape) > 1), 1)
 
 
 def _rows_of_tokens(trace: Trace, node: Node, found: Experts, per_expert: int) -> int:

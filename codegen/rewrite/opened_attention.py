@@ -21,7 +21,7 @@ from typing import Any
 from torch.nn import functional
 
 from smpc.codegen.rewrite.kernels.graph import Call, Graph, Replacement
-from smpc.codegen.rewrite.kernels.measure import Measurer
+from smpc.codegen.rewrite.kernels.replacement_nodes import Measurer
 from smpc.codegen.rewrite.kernels.rewrite import splice
 from smpc.tracer.constants import Ref, TraceDevice
 from smpc.tracer.ir import Node, TensorSpec, Trace

@@ -5,7 +5,8 @@ Terms
     activity    what the main thread does, from its innermost frames:
                     waiting      in smpc's own receives: for a peer
                     reducing     in a backward pass, at whose end replicas reduce gradients: for a peer, or for itself
-                    collective   in a call of torch.distributed, or in a tensor-parallel collective
+                    exchanging   in a collective of the program: of ranks that share operations, sequences or experts
+                    collective   in a call of torch.distributed that the script, the model or torch makes
                     busy         anything else: the model, user code, data loading, asleep
                     silent       the rank did not answer: it has ended or is stopped, or native code holds Python's lock
     stalled     the rank at fault. Waiting ranks are victims, so it is the one of the most active kind; among those, the one furthest behind
@@ -45,7 +46,8 @@ def _executor_files(*names: str) -> tuple[str, ...]:
 
 _WAITS = _executor_files("transport", "program/inbox.py")
 _TORCH = Path(torch.__file__).parent
-_COLLECTIVES = (str(_TORCH / "distributed"), *_executor_files("collectives.py", "host_memory"))
+_OF_TORCH = str(_TORCH / "distributed")
+_EXCHANGES = _executor_files("collectives.py", "sequence", "host_memory")
 _AUTOGRAD = str(_TORCH / "autograd")
 _MAX_FRAMES = 25
 _MAX_COLLECTIVES = 3
@@ -61,11 +63,12 @@ class Activity(StrEnum):
     SILENT = "silent"
     BUSY = "busy"
     COLLECTIVE = "collective"
+    EXCHANGING = "exchanging"
     REDUCING = "reducing"
     WAITING = "waiting"
 
 
-WAITS = (Activity.COLLECTIVE, Activity.WAITING)  # for peers, and for nothing else
+WAITS = (Activity.COLLECTIVE, Activity.EXCHANGING, Activity.WAITING)  # for peers, and for nothing else
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,7 +129,7 @@ def report_of(
     if stalled.stack:
         details += [f"the Python stack of rank {stalled.rank}, innermost call last", stalled.stack.rstrip()]
     details += [f"last collectives of rank {s.rank}: {s.flight}" for s in standings if s.flight]
-    if key and all(standing.activity in WAITS for standing in standings):
+    if all(standing.activity in WAITS for standing in standings):
         details.append(
             "every rank waits, so they wait in different calls: make the same calls, in the same order, on all ranks"
         )
@@ -155,9 +158,12 @@ def activity_of(frame: FrameType | None, waits: Sequence[str], reduces: bool) ->
         file = frame.f_code.co_filename
         if file.startswith((*_WAITS, *waits)):
             return Activity.WAITING
-        if not file.startswith(_COLLECTIVES) and not file.endswith("contextlib.py"):
+        if file.startswith(_EXCHANGES):
+            found = Activity.EXCHANGING
+        elif file.startswith(_OF_TORCH):
+            found = Activity.COLLECTIVE if found is Activity.BUSY else found
+        elif not file.endswith("contextlib.py"):
             return found
-        found = Activity.COLLECTIVE
         frame = frame.f_back
     return found
 

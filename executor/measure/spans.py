@@ -129,15 +129,27 @@ class LiveBytes(TorchDispatchMode):
         self.live = self.peak = 0
         self._known: dict[int, int] = {}
         self._gathered: list[torch.UntypedStorage] = []
+        self._found: list[weakref.ref[torch.UntypedStorage]] = []  # what was there, some of which may be emptied later
         for tensor in held:
             self._note(local(tensor).untyped_storage())
+
+    def go_on(self, held: Iterable[Tensor]) -> None:
+        """Before it is entered once more: what it has seen is known, what is gone since is not there, and `held` counts too."""
+        for tensor in held:
+            self._note(local(tensor).untyped_storage())
+        found = [storage for ref in self._found if (storage := ref()) is not None]
+        for storage in (*self._gathered, *found):
+            self._note(storage)
+        self.peak = self.live
 
     def _note(self, storage: torch.UntypedStorage, *, was_there: bool = False) -> None:
         key, num_bytes = storage._cdata, storage.nbytes()
         if key not in self._known:
             self._known[key] = 0
             weakref.finalize(storage, self._drop, key)
-            self.peak += num_bytes if was_there else 0
+            if was_there:
+                self.peak += num_bytes
+                self._found.append(weakref.ref(storage))
         self.live += num_bytes - self._known[key]
         self._known[key] = num_bytes
         self.peak = max(self.peak, self.live)

@@ -19,6 +19,7 @@ from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Sequence
 
+from smpc.codegen.buffers import told_by_messages
 from smpc.codegen.program import Instruction, Op, RankProgram
 
 _SENDS = (Op.SEND, Op.SEND_GRAD)
@@ -45,13 +46,7 @@ def told_by_receives(programs: Sequence[RankProgram], rank: int) -> dict[Instruc
     found: dict[Instruction, int] = {}
     for peer, program in enumerate(programs):
         own = [i for i in programs[rank].instructions if i.op in _RECEIVES and i.peer == peer]
-        received, told = 0, []
-        for instruction in program.instructions:
-            if instruction.peer == rank:
-                received += instruction.op in _RECEIVES
-                if instruction.op in _SENDS:
-                    told.append(received)
-        found.update(zip(own, told, strict=True))
+        found.update(zip(own, told_by_messages(program.instructions, rank), strict=True))
     return found
 
 

@@ -47,6 +47,7 @@ from torch.autograd.graph import GradientEdge
 from torch.overrides import TorchFunctionMode
 
 from smpc.executor.split_backward.pending import Pending, PendingAlias, PendingProduct, PendingRecord, as_product, watch
+from smpc.partitioner.costs.cost import WORTHWHILE
 
 _DEFERRABLE: frozenset[Callable[..., Any]] = frozenset(
     {
@@ -74,7 +75,6 @@ _DEFERRABLE: frozenset[Callable[..., Any]] = frozenset(
 _DIFFERENTIABLE_GETTERS = frozenset(
     getattr(torch.Tensor, name).__get__ for name in ("T", "H", "mT", "mH", "real", "imag")
 )
-WORTHWHILE = 2_000_000  # multiplications, which take a core about 50 us
 _NO_TENSORS = frozenset({int, float, bool, str, type(None), type(...), slice, torch.dtype, torch.device, torch.layout})
 _NO_PARAMETERS = _NO_TENSORS | {Tensor}
 # Calls that mean this very tensor.

@@ -22,6 +22,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from smpc.codegen.buffers import LEAST_POOLED, TRIES
 from smpc.errors import TransportError
 from smpc.executor.host_memory.shared_memory import connect
 from smpc.executor.transport.messages import WireFormat
@@ -31,8 +32,6 @@ _TAG, _MAIL_TAG = 0x5350, 0x5351  # any numbers that users' own send and recv ar
 DEFAULT_TIMEOUT = datetime.timedelta(minutes=30)
 _CPU = torch.device("cpu")
 _MAX_BUFFERS = 64  # of one format
-_TRIES = 4  # buffers are taken and given back in nearly the same order, so a free one is near the head
-_SMALL = 64 * 1024  # bytes; below, allocating is faster than looking
 _IDLE_STEPS = 64
 
 
@@ -59,13 +58,13 @@ class BufferPool:
         if storages is None:
             storages = self._storages[key] = deque()
         self._last_step[key] = self._step
-        for _ in range(min(_TRIES, len(storages))):
+        for _ in range(min(TRIES, len(storages))):
             storage = storages[0]
             storages.rotate(-1)
             if _num_references(storage) == 1:
                 return torch.empty(0, dtype=form.dtype).set_(storage, 0, form.shape, form.stride)
         buffer = form.empty(_CPU)
-        if buffer.nbytes >= _SMALL and len(storages) < _MAX_BUFFERS:
+        if buffer.nbytes >= LEAST_POOLED and len(storages) < _MAX_BUFFERS:
             storages.append(buffer.untyped_storage())
         return buffer
 

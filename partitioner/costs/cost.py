@@ -57,6 +57,9 @@ from smpc.partitioner.costs.optimizers import ADAM, Optimizer
 from smpc.partitioner.problem import FloatArray, IntArray, whole_times
 from smpc.tracer.ir import Node, NodeKind, Region, StateSpec, Trace
 
+SENT_UPDATES = (
+    2 << 23
+)  # elements in buckets of updated parameters under way: `smpc.v1.optimization.sharded_optimizer_state`
 _ALIASES = {
     "linear": ("linear", "addmm", "mm"),
     "bmm": ("bmm", "baddbmm", "matmul", "einsum"),
@@ -166,8 +169,13 @@ class CostModel:
     kernel_overhead: float = 1e-6  # s to run one node once more; used to judge recomputation only
     optimizer: Optimizer = ADAM
     holds_sent: bool = False  # sent tensors stay until the receiver is known to have them: gloo
+    sends_batch: bool = False  # a script's step function runs on the last rank, which gets its arguments
+    casts_inputs: bool = False  # in a script: its batch is in float32, and the model in half precision
     apart: frozenset[str] = frozenset()  # parameters that fewer ranks hold, such as experts, by canonical names
     optimizer_apart: Optimizer = ADAM  # theirs
+    # Of a model that runs as it is, whose blocks gather parameters that are in parts: elements of small ones, and most that stay whole
+    units: tuple[int, int] | None = None
+    worthwhile: float = 0.0  # multiplications for its parameters below which a call is not put off in split backwards
 
     @classmethod
     def of(cls, device: Device, num_ranks: int, optimizer: Optimizer = ADAM, microbatches: int = 1) -> CostModel:
@@ -184,6 +192,7 @@ class CostModel:
             1.0 - 1.0 / microbatches,
             optimizer=optimizer,
             holds_sent=device.transport == "gloo",
+            worthwhile=WORTHWHILE if device.transport == "gloo" else 0.0,
         )
 
     def forward_time(self, node: Node, dtype: str, kept_bytes: int = 0) -> float:
@@ -293,9 +302,23 @@ class CostModel:
         """Bytes of optimizer state of a parameter."""
         return self.optimizer_of(state).state_bytes(state.spec) if _is_trained(state) else 0
 
-    def optimizer_scratch(self, parameter_bytes: int, largest: int) -> int:
-        """Bytes that an optimizer step makes and drops: for all parameters at once, on a CPU for one after another."""
-        return self.optimizer.scratch * (2 * largest if self.holds_sent else parameter_bytes)
+    def optimizer_scratch(self, states: Iterable[StateSpec]) -> int:
+        """Bytes that an optimizer step makes and drops: gradients of masters, and what updates take.
+
+        Updates are made for all parameters at once, on a CPU for one after another. Ranks that divide state update ranges of rows; those
+        that have parts of parameters update these. A stage's whole parameters, which are freed by then, took more than that. After the
+        updates, ranks that divide state send each other what they have updated, in buckets.
+        """
+        trained = [(self.optimizer_of(state), state.spec) for state in states if _is_trained(state)]
+        trained = [(optimizer, spec) for optimizer, spec in trained if self.units or not optimizer.in_parts]
+        gradients = sum(optimizer.master_gradient_bytes(spec) for optimizer, spec in trained)
+        whole = [optimizer.temporary_bytes(spec) for optimizer, spec in trained]
+        own = [-(-size // optimizer.shards) for size, (optimizer, _) in zip(whole, trained, strict=True)]
+        most = own if self.units else whole
+        updates = gradients + (2 * min(max(most, default=0), sum(own)) if self.holds_sent else sum(own))
+        sent = [spec for optimizer, spec in trained if optimizer.shards > 1 and not optimizer.in_parts]
+        room = max((SENT_UPDATES * spec.torch_dtype.itemsize for spec in sent), default=0)
+        return max(updates, min(room, sum(spec.num_bytes for spec in sent)))
 
     def transfer_time(self, num_bytes: int) -> float:
         """Seconds to send bytes from one stage to another."""
@@ -528,6 +551,7 @@ _FUNCTIONAL = (
     "conv_transpose3d",
 )
 _PRODUCTS = ("addmm", "mm", "bmm", "matmul")
+WORTHWHILE = 2_000_000  # multiplications, which take a core about 50 us: on a CPU, smaller calls are not put off
 DEFERRABLE = frozenset(
     (
         *(f"torch.nn.functional.{name}" for name in _FUNCTIONAL),
@@ -570,11 +594,32 @@ def deferred_time(trace: Trace, positions: Sequence[int], kernels: Kernels, regi
 
 def deferred_of(trace: Trace) -> Iterator[Node]:
     """The nodes with FLOPs whose backward can be in two parts."""
-    return (
+    return (node for node in _divisible(trace) if node.flops)
+
+
+def put_off(trace: Trace, cost_model: CostModel) -> list[Node]:
+    """The nodes whose backward is in two parts where they lie in no checkpoint: calls that are not small, and modules with FLOPs."""
+    return [
         node
-        for node, share in zip(trace.nodes, _shares_of_weight_cost(trace).tolist(), strict=True)
-        if node.flops and share
-    )
+        for node in _divisible(trace)
+        if (node.flops if node.kind is NodeKind.CALL_MODULE else multiplications(trace, node) >= cost_model.worthwhile)
+    ]
+
+
+def multiplications(trace: Trace, node: Node) -> float:
+    """Roughly, of the gradients of a call's parameters, as `smpc.executor.split_backward.intercept` counts them."""
+    values = [(value, value.spec) for value in map(trace.node, node.inputs) if value.spec is not None]
+    longest = elements = 0
+    for value, spec in values:
+        if value.kind is NodeKind.GET_ATTR and spec.requires_grad:
+            longest = max(longest, *spec.shape) if spec.shape else longest
+        else:
+            elements = max(elements, spec.num_elements)
+    return float(longest * elements)
+
+
+def _divisible(trace: Trace) -> Iterator[Node]:
+    return (node for node, share in zip(trace.nodes, _shares_of_weight_cost(trace).tolist(), strict=True) if share)
 
 
 def _shares_of_weight_cost(trace: Trace) -> FloatArray:

@@ -53,7 +53,7 @@ class Optimizer:
     master: bool = False
     main_grad: bool = False
     wide_grad: bool = False
-    scratch: int = 0  # tensors of the own dtype that a step makes and drops
+    scratch: int = 0  # tensors that a step makes and drops, in the dtype of what it updates
     shards: int = 1  # ranks that the state is split over
     buckets: bool = False  # gradients have a copy in buckets that are summed over replicas
     in_parts: bool = False  # parameters and gradients are split over these ranks, too
@@ -82,6 +82,15 @@ class Optimizer:
         whole = self.own * spec.num_bytes + (4 * copies + self.byte) * spec.num_elements
         return -(-whole // self.shards) + self.buckets * self._summed_bytes(spec)
 
+    def master_gradient_bytes(self, spec: TensorSpec) -> int:
+        """Bytes of the float32 copy of the gradient that a step makes for the master of a trained parameter."""
+        makes = self.master and not self.main_grad and _is_narrow(spec)
+        return -(-4 * spec.num_elements // self.shards) if makes else 0
+
+    def temporary_bytes(self, spec: TensorSpec) -> int:
+        """Bytes of what a step makes and drops while it updates a trained parameter, or its master."""
+        return self.scratch * (4 * spec.num_elements if self.master and _is_narrow(spec) else spec.num_bytes)
+
     def replicated(self, num_replicas: int, sharded: bool = False) -> Optimizer:
         """The same on a rank that is one of several replicas; `sharded`: they split the state among them."""
         if num_replicas == 1:
@@ -90,17 +99,12 @@ class Optimizer:
         return replace(self, name=name, shards=shards, buckets=True)
 
     def fully_sharded(self, num_replicas: int) -> Optimizer:
-        """The same on a rank that is one of several replicas, which split parameters and gradients as well.
-
-        Temporaries of the step take less than the whole parameters, which are freed by then.
-        """
+        """The same on a rank that is one of several replicas, which split parameters and gradients as well."""
         return self if num_replicas == 1 else self.in_parts_on(num_replicas)
 
     def in_parts_on(self, num_ranks: int) -> Optimizer:
         """The same where each of these ranks has a part, though it be one rank: what is gathered is a copy then, too."""
-        return replace(
-            self, name=f"{self.name}, fully sharded over {num_ranks}", shards=num_ranks, in_parts=True, scratch=0
-        )
+        return replace(self, name=f"{self.name}, fully sharded over {num_ranks}", shards=num_ranks, in_parts=True)
 
     def gradient_bytes(self, spec: TensorSpec) -> int:
         """Bytes of the gradient of a trained parameter."""
@@ -129,11 +133,11 @@ OPTIMIZERS: Mapping[str, Optimizer] = MappingProxyType(
             ADAM,
             Optimizer("adamw", own=2, scratch=1),
             Optimizer("adamw-8bit", byte=2),
-            Optimizer("adam-fp32-master", float32=2, master=True),
-            Optimizer("adamw-fp32-master", float32=2, master=True),
+            Optimizer("adam-fp32-master", float32=2, master=True, scratch=1),
+            Optimizer("adamw-fp32-master", float32=2, master=True, scratch=1),
             Optimizer("adamw-fp32-master-fp32-grad", float32=2, master=True, main_grad=True),
-            Optimizer("adam-fp32-master-wide-grad", float32=2, master=True, wide_grad=True),
-            Optimizer("adamw-fp32-master-wide-grad", float32=2, master=True, wide_grad=True),
+            Optimizer("adam-fp32-master-wide-grad", float32=2, master=True, wide_grad=True, scratch=1),
+            Optimizer("adamw-fp32-master-wide-grad", float32=2, master=True, wide_grad=True, scratch=1),
         )
     }
 )

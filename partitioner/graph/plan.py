@@ -46,7 +46,7 @@ class Stage:
     optimizer_bytes: int
     activation_bytes_per_microbatch: int
     num_in_flight: int  # microbatches whose activations are held at the peak of the schedule
-    peak_memory_bytes: int
+    peak_memory_bytes: int  # where its rank has other stages: what it holds when all of them hold most
     forward_flops: int
     forward_time: float
     backward_time: float
@@ -61,7 +61,7 @@ class Stage:
     weight_time: float = 0.0  # part of backward_time: the parameters' gradients that a split backward computes later
     split_time: float = 0.0  # beside forward_time and backward_time, where the backward is split
     deferred_bytes_per_microbatch: int = 0  # there, of the activations, what the later part reads, and gradients for it
-    in_flight_bytes: int = 0  # there, the most of all microbatches in flight; 0: activations of each
+    in_flight_bytes: int | None = None  # at the peak, of all microbatches in flight; None: activations of each
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,9 +157,11 @@ class Plan:
         """The fields as plain data; `kernels`, `host_link`, and those of split backwards only where there is something to say."""
         data = {key: value for key, value in asdict(self).items() if value or key not in ("kernels", "host_link")}
         for stage in data["stages"]:
-            for name in ("split_time", "deferred_bytes_per_microbatch", "in_flight_bytes"):
+            for name in ("split_time", "deferred_bytes_per_microbatch"):
                 if not stage[name]:
                     del stage[name]
+            if stage["in_flight_bytes"] is None:
+                del stage["in_flight_bytes"]
         return data
 
     def to_json(self) -> str:

@@ -1,11 +1,13 @@
-"""Memory of a stage whose backward is in two parts: B computes gradients of inputs, and W, later, those of parameters.
+"""Memory of a rank by its actions: where backwards are in two parts, or where the rank has several stages.
+
+B computes gradients of inputs, and W, later, those of parameters.
 
 Between B and W a microbatch holds what W reads, and nothing else (see `smpc.executor.split_backward`):
 
     deferred      of one microbatch: for each call that is put off what autograd saves of it, by storage, the arguments that its
                   record holds, and the gradient of its result; of the other calls the gradients of parameters, which W adds up
 
-The peak is the largest of, over the actions of the stage, with a other microbatches that wait for B and d that wait for W, and n over the
+What a stage holds is the largest of, over its actions, with a other microbatches that wait for B and d that wait for W, and n over the
 nodes of the stage (for the terms see `smpc.partitioner.memory.peak`):
 
     F     a activations + d deferred + activations up to n + what lives at n, with what waits
@@ -13,24 +15,35 @@ nodes of the stage (for the terms see `smpc.partitioner.memory.peak`):
           also, instead of waiting, what the others have left behind
     W     a activations + d deferred + deferred of the nodes up to n + gradients of parameters from n on; in a later W instead of these the
           one that is added at n
+    BW    a backward in one part: a activations + d deferred + its first or later backward
 
-and from the first W on all gradients of parameters.
+and from the first W or BW on all gradients of parameters.
+
+A rank with several stages runs one at a time. So its peak is the largest, over its actions, of what the action's stage holds meanwhile and
+the others hold beside it: their microbatches that wait, and their gradients. Buffers of messages are never fewer than they were once.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
 
-from smpc.partitioner.costs.cost import CostModel, deferred_of
+from smpc.partitioner.costs.cost import CostModel, put_off
 from smpc.partitioner.graph.trace_graph import Graph
 from smpc.partitioner.problem import IntArray
 from smpc.tracer.constants import Ref
 from smpc.tracer.ir import Node, NodeKind, Region, Trace
+
+
+class Messages(NamedTuple):
+    """What a rank holds of messages: see `smpc.codegen.buffers`."""
+
+    num_bytes: int  # of buffers that no microbatch in flight has, and of gradients sent
+    sent: tuple[tuple[int, int], ...] = ()  # by stage, microbatches whose values are not known to have arrived
 
 
 class Beside(NamedTuple):
@@ -39,25 +52,50 @@ class Beside(NamedTuple):
     waiting: int
     deferred: int
     has_gradients: bool
+    others: tuple[tuple[int, Beside], ...] = ()  # the same of the rank's other stages, by stage
+    messages: Messages | None = None  # of a rank with several stages, where they are counted
 
 
 @dataclass(frozen=True, slots=True)
-class SplitUse:
-    """What is there beside the forwards, the backwards and the Ws of a stage in a step, each once."""
+class ActionUse:
+    """What is there beside the forwards, the two parts of backwards, and the whole backwards of a stage in a step, each once."""
 
     forwards: tuple[Beside, ...]
     backwards: tuple[Beside, ...]
     weights: tuple[Beside, ...]
+    whole: tuple[Beside, ...] = ()
 
     @property
     def before_backward(self) -> int:
         """The most microbatches between F and B."""
-        return 1 + max(beside.waiting for beside in self.backwards)
+        return 1 + max((beside.waiting for beside in (*self.backwards, *self.whole)), default=0)
+
+    @property
+    def counts_messages(self) -> bool:
+        """Whether messages are counted along the rank's actions."""
+        return any(beside.messages is not None for beside in self.forwards)
+
+    @property
+    def alone(self) -> ActionUse:
+        """The same, as if the rank had no other stage."""
+        kinds = (self.forwards, self.backwards, self.weights, self.whole)
+        return ActionUse(*(tuple(dict.fromkeys(b._replace(others=()) for b in kind)) for kind in kinds))
+
+    @property
+    def in_one_part(self) -> ActionUse:
+        """The same, of a stage that has nothing to put off."""
+        whole = tuple(dict.fromkeys(map(_in_one_part, (*self.whole, *self.backwards))))
+        return ActionUse(tuple(dict.fromkeys(map(_in_one_part, self.forwards))), (), (), whole)
 
     def in_flight(self, activations: int, deferred: int) -> int:
         """The most bytes of all microbatches in flight, of so many before B and after it."""
-        found = [(b.waiting + 1) * activations + b.deferred * deferred for b in (*self.forwards, *self.backwards)]
+        before_b = (*self.forwards, *self.backwards, *self.whole)
+        found = [(b.waiting + 1) * activations + b.deferred * deferred for b in before_b]
         return max(found + [b.waiting * activations + (b.deferred + 1) * deferred for b in self.weights])
+
+
+def _in_one_part(beside: Beside) -> Beside:
+    return beside._replace(deferred=0, has_gradients=beside.has_gradients or beside.deferred > 0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +107,7 @@ class Deferred:
     until: IntArray  # of the nodes up to each
 
 
-class SplitTerms(NamedTuple):
+class ActionTerms(NamedTuple):
     """Bytes of one stage: see the module docstring and `smpc.partitioner.memory.peak.StepTerms`."""
 
     activations: int
@@ -82,28 +120,117 @@ class SplitTerms(NamedTuple):
     sent: int
     waiting: int
     given_back: int
+    first_backward: int  # in one part, with the gradients of parameters
+    later_backward: int
+    gathering: int = 0  # beside the first forward, where the optimizer holds parameters in parts
+    averaging: int = 0  # after the last backward, where it does
+    received: int = 0  # in messages, of a microbatch
+    arriving: int = 0  # the gradient that a backward has received, where it is not among the messages
+    unanswered: int = 1 << 30  # the most microbatches whose values are not known to have arrived
 
 
-def split_peak(terms: SplitTerms, deferred: Deferred, use: SplitUse) -> int:
-    """The most of a step's phases."""
+class ActionBytes(NamedTuple):
+    """What a stage holds during an action, beyond parameters, optimizer state, buffers and messages received ahead."""
 
-    def others(beside: Beside) -> int:
-        gradients = terms.gradients if beside.has_gradients else terms.early_gradients
-        return beside.waiting * terms.activations + beside.deferred * deferred.total + gradients
+    num_bytes: int
+    in_flight: int  # of these, what waits from F to the end of the backward
+    beside: Beside
+    runs: int  # microbatches before W that it is about: none or one
 
-    backward = int((terms.working + deferred.behind).max(initial=0))
-    first = int((deferred.until + terms.exists).max(initial=0))
-    found = [others(beside) + beside.waiting * terms.sent + terms.forward for beside in use.forwards]
-    found += [terms.waiting + others(beside) + backward for beside in use.backwards]
-    found += [
-        (use.before_backward - 1) * terms.given_back + others(beside) + backward
-        for beside in use.backwards
-        if not beside.waiting
-    ]
-    for beside in use.weights:
-        later = beside.has_gradients or terms.early_gradients
-        found.append(terms.waiting + others(beside) + (deferred.total + terms.largest if later else first))
-    return max(found)
+
+@dataclass(frozen=True, slots=True)
+class StageActions:
+    """The actions of a stage, and what it holds meanwhile."""
+
+    terms: ActionTerms
+    deferred: Deferred
+    use: ActionUse
+
+    def during(self) -> Iterator[ActionBytes]:
+        """The most in each of its actions."""
+        terms, deferred, use, most = self.terms, self.deferred, self.use, self.use.before_backward
+        backward = int((terms.working + deferred.behind).max(initial=0))
+        for b in use.forwards:
+            running = max(terms.forward, terms.gathering if b[:3] == (0, 0, False) else 0)
+            yield self._action(b, self._sent(b) + running, 1, 0)
+        for b in use.backwards:
+            yield self._action(b, self._arrived(b, most) + backward, 1, 0)
+        first = int((deferred.until + terms.exists).max(initial=0))
+        for b in use.weights:
+            later = b.has_gradients or terms.early_gradients
+            waiting = terms.waiting if b.messages is None else 0
+            yield self._action(b, waiting + (deferred.total + terms.largest if later else first), 0, 1)
+        for b in use.whole:
+            exist = terms.gradients if b.has_gradients else terms.early_gradients  # the terms have them, too
+            running = terms.later_backward if b.has_gradients else terms.first_backward
+            yield self._action(b, self._arrived(b, most) + running - exist, 1, 0)
+        for b in (*use.weights, *use.whole) if terms.averaging else ():
+            if not b.waiting and not b.deferred:
+                yield self._action(b, max(1, most) * terms.given_back + terms.averaging, 0, 0)
+
+    def _arrived(self, beside: Beside, most: int) -> int:
+        """Messages beside a backward, where they are not counted along the actions."""
+        if beside.messages is not None:
+            return 0
+        left = 0 if beside.waiting or beside.others else (most - 1) * self.terms.given_back
+        return max(self.terms.waiting, left) + self.terms.arriving
+
+    def idle(self, beside: Beside, *, counts_messages: bool) -> int:
+        """While another stage of the rank runs."""
+        if counts_messages:
+            return self._others(beside)
+        has_begun = beside.has_gradients or beside.deferred > 0
+        return self._others(beside) + (self.terms.waiting if has_begun else self._sent(beside))
+
+    def waiting(self, beside: Beside, before_b: int = 0, before_w: int = 0) -> int:
+        """Bytes of the microbatches in flight, with so many more."""
+        return (beside.waiting + before_b) * self.terms.activations + (beside.deferred + before_w) * self.deferred.total
+
+    def _action(self, beside: Beside, running: int, before_b: int, before_w: int) -> ActionBytes:
+        return ActionBytes(self._others(beside) + running, self.waiting(beside, before_b, before_w), beside, before_b)
+
+    def _sent(self, beside: Beside) -> int:
+        """Values sent that nothing else holds, before the first gradient: with other stages on the rank, messages come back soon."""
+        return min(beside.waiting, self.terms.unanswered) * self.terms.sent if beside.messages is None else 0
+
+    def _others(self, beside: Beside) -> int:
+        own = beside if self.deferred.total else _in_one_part(beside)
+        gradients = self.terms.gradients if own.has_gradients else self.terms.early_gradients
+        return self.waiting(beside) + gradients
+
+
+class RankShare(NamedTuple):
+    """Bytes of one stage when its rank holds most."""
+
+    held: int
+    in_flight: int  # of these, in microbatches in flight
+    messages: int = 0  # of these, where messages are counted along the rank's actions
+
+
+def rank_shares(stages: Mapping[int, StageActions]) -> dict[int, RankShare]:
+    """By stage of one rank, when all of them together hold most."""
+
+    def received(stage: int, action: ActionBytes) -> int:
+        waiting = {stage: action.beside.waiting + action.runs} | {i: b.waiting for i, b in action.beside.others}
+        return sum(stages[i].terms.received * number for i, number in waiting.items())
+
+    known = [(stage, action) for stage, own in stages.items() for action in own.during()]
+    most_received = max(received(stage, action) for stage, action in known)
+    most, found = -1, dict[int, RankShare]()
+    for stage, action in known:
+        num_bytes, in_flight, beside, _ = action
+        has_begun = any(b.has_gradients or b.deferred for b in (beside, *dict(beside.others).values()))
+        messages, counts = 0, beside.messages is not None
+        if beside.messages is not None:
+            messages = beside.messages.num_bytes + sum(stages[i].terms.sent * n for i, n in beside.messages.sent)
+        left = most_received - received(stage, action) if has_begun and not counts else 0
+        shares = {stage: RankShare(num_bytes + left + messages, in_flight, messages)}
+        for i, other in beside.others:
+            shares[i] = RankShare(stages[i].idle(other, counts_messages=counts), stages[i].waiting(other))
+        total = sum(share.held for share in shares.values())
+        if total > most:
+            most, found = total, shares
+    return found
 
 
 def deferred_bytes(
@@ -112,9 +239,9 @@ def deferred_bytes(
     """What a stage that runs the nodes at `positions`, in order, and reads this state holds between B and W."""
     trace = graph.trace
     index = {position: i for i, position in enumerate(positions)}
-    free = {i for i in positions if not any(region.first <= i < region.last for region in regions)}
-    put_off = [index[i] for node in deferred_of(trace) if (i := trace.position(node.name)) in free]
-    arguments = held_arguments(graph, positions, regions)
+    calls = calls_put_off(graph, cost_model, positions, regions)
+    places = [index[i] for i in calls]
+    arguments = held_arguments(graph, calls)
     ignored = {item.storage for item in trace.state} | {-1}
     saver, user = dict[int, int](), dict[int, int]()  # of storages: the first node that saves it, and the first put off
     for i, position in enumerate(positions):
@@ -122,7 +249,7 @@ def deferred_bytes(
             saver.setdefault(storage, i)
     behind, until = np.zeros((2, len(positions) + 1), dtype=np.int64)
     total = 0
-    for i in put_off:
+    for i in places:
         node = trace.nodes[positions[i]]
         held = [s for s in (*node.saved, *arguments.get(positions[i], ())) if s not in ignored and s not in user]
         held = list(dict.fromkeys(held))
@@ -135,24 +262,31 @@ def deferred_bytes(
             until[i] += trace.storages[storage]
             total += trace.storages[storage]
         total += grad
-    for i, num_bytes in _kept_gradients(graph, cost_model, index, state, set(put_off)).items():
+    for i, num_bytes in _kept_gradients(graph, cost_model, index, state, set(places)).items():
         behind[i] += num_bytes
         total += num_bytes
     after: IntArray = np.cumsum(behind[::-1])[::-1]
     return Deferred(total, after[1:], np.cumsum(until)[:-1])
 
 
-def held_arguments(graph: Graph, positions: Sequence[int], regions: Sequence[Region]) -> dict[int, tuple[int, ...]]:
-    """Storages of arguments that calls which are put off hold until W, though autograd may save a copy of them: by position.
+def calls_put_off(
+    graph: Graph, cost_model: CostModel, positions: Sequence[int], regions: Sequence[Region]
+) -> tuple[int, ...]:
+    """Positions of the calls whose gradients of parameters are left to W, in a stage that runs the nodes at `positions`."""
+    ours, trace = set(positions), graph.trace
+    calls = (trace.position(node.name) for node in put_off(trace, cost_model))
+    return tuple(i for i in calls if i in ours and not any(region.first <= i < region.last for region in regions))
+
+
+def held_arguments(graph: Graph, calls: Sequence[int]) -> dict[int, tuple[int, ...]]:
+    """Storages of arguments that `calls`, which are put off, hold until W, though autograd may save a copy of them: by position.
 
     A record of a call holds what is differentiated; a plain product of rows and a matrix holds the rows, which autograd saves.
     """
     trace, found = graph.trace, dict[int, tuple[int, ...]]()
-    ours = set(positions)
-    for node in deferred_of(trace):
-        position = trace.position(node.name)
-        inside = any(region.first <= position < region.last for region in regions)
-        if position in ours and not inside and not _is_product(trace, node):
+    for position in calls:
+        node = trace.nodes[position]
+        if not _is_product(trace, node):
             values = [trace.node(name) for name in node.inputs]
             wanted = (v for v in values if v.kind is not NodeKind.GET_ATTR and v.spec is not None)
             found[position] = tuple(v.storage for v in wanted if v.spec is not None and v.spec.requires_grad)

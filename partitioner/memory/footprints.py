@@ -66,8 +66,18 @@ class Footprint:
 
 def footprint(trace: Trace, position: int, stride: Stride | None = None) -> Footprint | None:
     """Of a node, if the gradient of its result has this stride, by default that of a dense tensor; None: nothing is known."""
-    call = trace.remembered((footprint, position), lambda: _call(trace, trace.nodes[position]))
-    return None if call is None else _seen(call, stride)
+    found = trace.remembered((footprint, position), lambda: _footprints_of(_call(trace, trace.nodes[position])))
+    if stride not in found.by_stride:
+        found.by_stride[stride] = None if found.call is None else _run_once(found.call, stride)
+    return found.by_stride[stride]
+
+
+@dataclass(frozen=True, slots=True)
+class _Footprints:
+    """Those of one operation that are known, by the stride of the gradient of its result. `call` None: nothing is known."""
+
+    call: _Call | None
+    by_stride: dict[Stride | None, Footprint | None] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -108,7 +118,12 @@ def _call(trace: Trace, node: Node) -> _Call | None:
 
 
 @functools.lru_cache(maxsize=1 << 14)
-def _seen(call: _Call, stride: Stride | None) -> Footprint | None:
+def _footprints_of(call: _Call | None) -> _Footprints:
+    """One for all operations that are the same, in whatever trace."""
+    return _Footprints(call)
+
+
+def _run_once(call: _Call, stride: Stride | None) -> Footprint | None:
     try:
         with _disable_current_modes(), torch._C.DisableTorchFunction(), warnings.catch_warnings():
             warnings.simplefilter("ignore")

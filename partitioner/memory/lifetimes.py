@@ -186,11 +186,20 @@ def live_forward(
         change[start] += graph.trace.storages[storage]
         change[end] -= graph.trace.storages[storage]
     known = [footprint(graph.trace, position) if exact else None for position in positions]
-    scratch = np.asarray([0 if found is None else found.scratch for found in known], dtype=np.int64)
+    scratch = np.asarray(
+        [_rearranged(nodes[i]) if found is None else found.scratch for i, found in zip(positions, known, strict=True)],
+        dtype=np.int64,
+    )
     if graph.workspace is not None:
         scratch = np.maximum(scratch, graph.workspace.forward[list(positions)])
     live: IntArray = np.cumsum(change)[:-1] + scratch
     return live
+
+
+def _rearranged(node: Node) -> int:
+    """Bytes that come from other ranks and are copied into their places, where slices are no runs of the whole."""
+    is_gathered = node.target == f"{targets.TENSOR_OPS}.all_gather" and node.spec is not None
+    return node.spec.num_bytes if is_gathered and node.spec is not None and node.kwargs else 0
 
 
 # Their backward hands the gradient of the result on, as it is or in parts.

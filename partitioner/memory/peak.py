@@ -1,7 +1,7 @@
 """Predicted bytes of a stage, on a rank of its own.
 
-    static        parameters it reads (a shared one is held by each of its stages; tied names are one), their gradients
-                  and optimizer state, buffers
+    static        parameters it reads (a shared one is held by each of its ranks, and counts for the first of a rank's stages; tied
+                  names are one), their gradients and optimizer state, buffers
     activations   of one microbatch, held from its forward to its backward: the union, by storage, of what autograd
                   saves in the stage's nodes (of a region that is computed again: of what it reads, see
                   `smpc.partitioner.memory.lifetimes`) and of the values received that need a gradient. On the last stage also of
@@ -9,7 +9,9 @@
                   another stage made counts with the bytes that are received of it
     communication buffers of messages received ahead (the executor posts `RECEIVE_WINDOW` of each peer), over gloo also the
                   gradients sent that are not known to have arrived, and buffers to sum shared parameters; on
-                  pipeline rank 0 the inputs of all microbatches, as far as they are not counted as activations
+                  pipeline rank 0 the inputs of all microbatches, as far as they are not counted as activations; in a script also on the
+                  last rank, where its step function runs. Over gloo, of ranks with several stages, messages are counted along the
+                  programs instead: `smpc.codegen.buffers`
     waiting       over gloo, bytes of values sent that nothing else holds: until a message comes back that the receiver sent after it
                   had them (`smpc.executor.program.send_completion`). Of k microbatches in flight at the sender and k' at the receiver, k
                   - k' wait from the first gradient on, all k before it
@@ -33,7 +35,8 @@ The peak is the largest of, with k microbatches in flight of m, and n over the n
                      the last backward has for them
     optimizer        what its step makes and drops
 
-Where the backward is split (zero bubble), `smpc.partitioner.memory.deferred` has the phases instead. The bounds of solvers
+Where backwards are split (zero bubble), and where a rank has several stages, `smpc.partitioner.memory.deferred` has the phases instead:
+peaks of the stages of a rank are then what each holds when all of them hold most. The bounds of solvers
 (`smpc.partitioner.solvers.peaks`) count a microbatch as whole until its W, and so does this where something is offloaded.
 
 With `fully_shard` a rank keeps its part of parameters and optimizer state, and in a step it has whole parameters and gradients as well,
@@ -43,6 +46,7 @@ which count as parameters and gradients here. Then it is also the largest of
     averaging        after the last backward, when whole parameters are gone: whole gradients twice, and over gloo the rank's part
 
 and where gradients are added up in another dtype than they come in (fp32), each backward holds all of those that it makes to its end.
+Where the model runs as it is, its blocks gather their own parameters: see `smpc.partitioner.memory.units`.
 
 Storages are exact (recorded by the tracer), so activations are too; the allocator's rounding and the workspace of
 libraries are not included.
@@ -52,7 +56,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import numpy as np
@@ -61,15 +65,20 @@ from smpc.partitioner.costs.cost import CostModel
 from smpc.partitioner.graph.plan import INPUTS, Edge
 from smpc.partitioner.graph.trace_graph import Graph
 from smpc.partitioner.memory.deferred import (
-    SplitTerms,
-    SplitUse,
+    ActionTerms,
+    ActionUse,
+    Deferred,
+    RankShare,
+    StageActions,
+    calls_put_off,
     deferred_bytes,
     held_arguments,
-    split_peak,
+    rank_shares,
 )
 from smpc.partitioner.memory.lifetimes import Lifetimes, SavedActivations, lifetimes, loss_roots, saved_activations
+from smpc.partitioner.memory.units import UnitTerms, find_units, peak_of_units
 from smpc.partitioner.problem import IntArray
-from smpc.tracer.ir import NodeKind, Region, StateSpec, Trace
+from smpc.tracer.ir import Node, NodeKind, Region, StateSpec, Trace
 
 Bytes = int | IntArray
 RECEIVE_WINDOW = 4  # messages of a peer that the executor receives ahead
@@ -90,7 +99,11 @@ class StageMemory:
     peak_bytes: int
     offloaded_bytes: int = 0  # of the activations, what is offloaded
     deferred_bytes: int = 0  # of one microbatch between B and W, where the backward is split
-    in_flight_bytes: int = 0  # there, the most of all microbatches in flight
+    in_flight_bytes: int | None = (
+        None  # by actions: the most of all microbatches in flight; of several stages, at the peak
+    )
+    after_step_bytes: int = 0  # while the optimizer works, beyond parameters, buffers and optimizer state
+    actions: StageActions | None = None  # where the peak is found by them
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,15 +126,29 @@ class StageUse:
     num_microbatches: int
     is_last: bool
     holds_inputs: bool  # it runs on the pipeline rank that the model's inputs are given to
-    holders: Mapping[int, int]  # by parameter: stages that hold it, where several do
+    holders: Mapping[int, int]  # by parameter: ranks that hold it, where several do
     regions: tuple[Region, ...] = ()  # what it computes again, outer ones first
     resident: Resident | None = None  # None: nothing is offloaded
-    split: SplitUse | None = None  # None: no backward is split, or something is offloaded
+    actions: ActionUse | None = None  # None: no backward is split and the rank has one stage, or something is offloaded
 
     @property
     def num_in_flight(self) -> int:
         """Of this stage."""
         return self.in_flight[self.index]
+
+    def stays(self, edge: Edge) -> bool:
+        """Whether a value passes from one stage of the rank to another: it is in no message."""
+        return edge.source != INPUTS and self.ranks[edge.source] == self.ranks[edge.destination]
+
+    @property
+    def has_neighbours(self) -> bool:
+        """Whether the rank has other stages, and what they all hold at once is found by their actions."""
+        return self.actions is not None and self.ranks.count(self.ranks[self.index]) > 1
+
+    @property
+    def splits(self) -> bool:
+        """Whether backwards of it are split."""
+        return self.actions is not None and bool(self.actions.weights)
 
 
 class StepTerms(NamedTuple):
@@ -199,6 +226,8 @@ def distinct_state(trace: Trace, indices: Sequence[int]) -> list[StateSpec]:
 
 def stage_memory(graph: Graph, cost_model: CostModel, use: StageUse, edges: Sequence[Edge]) -> StageMemory:
     """Bytes of one stage."""
+    if use.actions is not None and use.splits and not calls_put_off(graph, cost_model, use.positions, use.regions):
+        use = replace(use, actions=use.actions.in_one_part)
     held = distinct_state(graph.trace, use.state)
     parameters = [spec for spec in held if spec.is_parameter]
     parameter_bytes = sum(cost_model.held_bytes(spec) for spec in parameters)
@@ -207,30 +236,29 @@ def stage_memory(graph: Graph, cost_model: CostModel, use: StageUse, edges: Sequ
     buffer_bytes = sum(spec.spec.num_bytes for spec in held if not spec.is_parameter)
     activations = _Activations.find(graph, cost_model, use, edges)
     communication = _communication_bytes(graph, cost_model, use, edges)
-    if use.holds_inputs:
-        communication += use.num_microbatches * activations.input_bytes
-        communication -= use.num_in_flight * activations.saved_input_bytes
-    deferred = None
-    if use.split is not None:
-        deferred = deferred_bytes(graph, cost_model, use.positions, use.state, use.regions)
-    terms, working, exists = _step_terms(graph, cost_model, use, edges, activations, parameters)
-    if use.split is not None and deferred is not None:
-        split_terms = _split_terms(graph, cost_model, use, terms, working, exists)
-        during_step = split_peak(split_terms, deferred, use.split) + communication
-        if cost_model.optimizer.in_parts:
-            during_step = max(during_step, int(_in_parts(terms, cost_model, use.num_in_flight)) + communication)
+    communication += _batch_bytes(graph.trace, cost_model, use, activations)
+    terms, working, exists, live = _step_terms(graph, cost_model, use, edges, activations, parameters)
+    actions, deferred, in_flight = None, 0, None
+    if use.actions is not None:
+        actions = _stage_actions(graph, cost_model, use, edges, terms, working, exists)
+        deferred, during_step = actions.deferred.total, max(action.num_bytes for action in actions.during())
+        in_flight = use.actions.in_flight(activations.total, deferred)
+    elif cost_model.units is not None:
+        during_step = _peak_in_units(graph, cost_model, use, activations, terms, working, live)
     else:
         found = step_peak(terms, cost_model, use.num_in_flight, max(use.num_microbatches, use.num_in_flight))
         assert isinstance(found, int), found
-        during_step = found + communication
-    largest = max((spec.spec.num_bytes for spec in parameters), default=0)
-    after_step = gradient_bytes + cost_model.optimizer_scratch(parameter_bytes, largest)
-    peak = parameter_bytes + optimizer_bytes + buffer_bytes + max(during_step, after_step)
+        during_step = found
+    during_step += communication
+    after_step = gradient_bytes + cost_model.optimizer_scratch(parameters)
+    held_bytes = parameter_bytes
+    if cost_model.units is not None:
+        held_bytes = sum(cost_model.copy_bytes(spec) for spec in parameters)
+        parts = (-(-cost_model.gradient_bytes(spec) // cost_model.optimizer_of(spec).shards) for spec in parameters)
+        after_step = sum(parts) + cost_model.optimizer_scratch(parameters)
+    peak = held_bytes + optimizer_bytes + buffer_bytes + max(during_step, after_step)
     known = parameter_bytes + gradient_bytes + optimizer_bytes + buffer_bytes + communication
-    in_flight = 0
-    if deferred is not None and use.split is not None:
-        in_flight = use.split.in_flight(activations.total, deferred.total)
-    known += in_flight or activations.of(use.num_in_flight, use.resident)
+    known += activations.of(use.num_in_flight, use.resident) if in_flight is None else in_flight
     return StageMemory(
         sum(spec.spec.num_elements for spec in parameters),
         parameter_bytes,
@@ -242,9 +270,61 @@ def stage_memory(graph: Graph, cost_model: CostModel, use: StageUse, edges: Sequ
         peak - known,
         peak,
         activations.offloaded,
-        0 if deferred is None else deferred.total,
+        deferred,
         in_flight,
+        after_step,
+        actions,
     )
+
+
+def _batch_bytes(trace: Trace, cost_model: CostModel, use: StageUse, activations: _Activations) -> int:
+    """Of the model's inputs, what is there all the time, beyond what microbatches in flight have of it.
+
+    A script that trains in half precision has its batch in float32: inputs are copies, of all microbatches on a pipeline's first rank.
+    """
+    number, inputs = use.num_microbatches, _input_storages(trace)
+    narrow = {node.storage for node in trace.nodes if node.storage in inputs and _is_narrow_input(node)}
+    narrow = narrow if cost_model.casts_inputs else set()
+    copied = sum(trace.storages[storage] for storage in sorted(narrow))
+    if use.holds_inputs:
+        saved = activations.saved_input_bytes
+        if cost_model.sends_batch:
+            return number * (activations.input_bytes + 2 * copied) - use.num_in_flight * saved
+        kept = sum(trace.storages[storage] for storage in sorted(narrow & activations.saved.kept))
+        return number * (activations.input_bytes + copied) - use.num_in_flight * (saved - kept)
+    if use.is_last and cost_model.sends_batch and use.ranks[use.index]:
+        return number * (activations.input_bytes + copied)
+    return 0
+
+
+def _is_narrow_input(node: Node) -> bool:
+    dtype = None if node.spec is None else node.spec.torch_dtype
+    return node.kind is NodeKind.PLACEHOLDER and dtype is not None and dtype.is_floating_point and dtype.itemsize < 4
+
+
+def on_one_rank(stages: Mapping[int, StageMemory]) -> dict[int, StageMemory]:
+    """The stages of a rank, each with its part of the rank's peak, where its actions are known; else with its own peak."""
+    actions = {index: memory.actions for index, memory in stages.items() if memory.actions is not None}
+    if len(actions) < len(stages) or len(stages) == 1:
+        return dict(stages)
+    during = {
+        i: share._replace(held=stages[i].communication_bytes + share.held) for i, share in rank_shares(actions).items()
+    }
+    after = {index: RankShare(memory.after_step_bytes, 0) for index, memory in stages.items()}
+    most = max(during, after, key=lambda shares: sum(share.held for share in shares.values()))
+    found: dict[int, StageMemory] = {}
+    for index, memory in stages.items():
+        held, in_flight, messages = most[index]
+        communication = memory.communication_bytes + messages
+        known = memory.parameter_bytes + memory.optimizer_bytes + memory.buffer_bytes
+        found[index] = replace(
+            memory,
+            peak_bytes=known + held,
+            transient_bytes=held - memory.gradient_bytes - communication - in_flight,
+            in_flight_bytes=in_flight,
+            communication_bytes=communication,
+        )
+    return found
 
 
 def _input_storages(trace: Trace) -> frozenset[int]:
@@ -276,7 +356,12 @@ class _Activations:
                     received[node.storage] = received.get(node.storage, 0) + _bytes_of(trace, name)
                     if _needs_gradient(trace, name):
                         leaves.add(node.storage)
-                elif edge.source == use.index and cost_model.holds_sent and _needs_gradient(trace, name):
+                elif (
+                    edge.source == use.index
+                    and not use.stays(edge)
+                    and cost_model.holds_sent
+                    and _needs_gradient(trace, name)
+                ):
                     behind = max(0, use.num_in_flight - use.in_flight[edge.destination])
                     kept[node.storage] = max(behind, kept.get(node.storage, 0))
         outputs = {node.storage for node in (trace.nodes[i] for i in loss_roots(graph)) if node.storage >= 0}
@@ -290,8 +375,9 @@ class _Activations:
             return trace.storages[storage] if whole else received[storage]
 
         received_bytes = sum(size(storage) for storage in sorted(leaves - ignored))
-        more = held_arguments(graph, use.positions, use.regions) if use.split is not None else None
+        calls = calls_put_off(graph, cost_model, use.positions, use.regions) if use.splits else ()
         before = frozenset(ignored | leaves)
+        more = held_arguments(graph, calls)
         found = saved_activations(graph, use.positions, use.regions, size, before, received_bytes, more)
         saved = int(found.forward[-1]) if len(found.forward) else received_bytes
         rest = sum(size(storage) for storage in sorted(outputs - found.kept))
@@ -323,8 +409,8 @@ def _step_terms(
     edges: Sequence[Edge],
     activations: _Activations,
     parameters: Sequence[StateSpec],
-) -> tuple[StepTerms, IntArray, IntArray]:
-    """What the peak is made of; by node, what works in its backward, and the gradients of parameters that exist by then."""
+) -> tuple[StepTerms, IntArray, IntArray, Lifetimes]:
+    """What the peak is made of; by node, what works in its backward, and the gradients of parameters that exist by then; lifetimes."""
     trace = graph.trace
     gradient_bytes = sum(cost_model.gradient_bytes(state) for state in parameters)
     sent = [name for edge in edges if edge.source == use.index for name in edge.values if _needs_gradient(trace, name)]
@@ -353,15 +439,45 @@ def _step_terms(
         last=1 if use.resident is None else use.resident.last,
         others_last=0 if use.resident is None else (use.resident.last - 1) * activations.total,
     )
-    return terms, working, exists
+    return terms, working, exists, live
 
 
-def _split_terms(
-    graph: Graph, cost_model: CostModel, use: StageUse, terms: StepTerms, working: IntArray, exists: IntArray
-) -> SplitTerms:
-    """The terms of a step whose backwards are split, from those of one whose backwards are not."""
-    state = [graph.trace.state[i] for i in use.state]
-    return SplitTerms(
+def _peak_in_units(
+    graph: Graph,
+    cost_model: CostModel,
+    use: StageUse,
+    activations: _Activations,
+    terms: StepTerms,
+    working: IntArray,
+    live: Lifetimes,
+) -> int:
+    """The most of a step where each block gathers its own parameters, beyond their parts."""
+    units = find_units(graph, cost_model, use.positions, use.state)
+    for unit in units:
+        unit.exists, unit.added = _parameter_gradients(graph, cost_model, replace(use, state=tuple(unit.state)))
+    forward = activations.saved.forward + live.forward
+    forward[-1:] = np.maximum(forward[-1:], int(terms.after_forward))
+    return peak_of_units(
+        units, UnitTerms(activations.saved.forward, forward, working, live.before), use.num_microbatches
+    )
+
+
+def _stage_actions(
+    graph: Graph,
+    cost_model: CostModel,
+    use: StageUse,
+    edges: Sequence[Edge],
+    terms: StepTerms,
+    working: IntArray,
+    exists: IntArray,
+) -> StageActions:
+    """What the actions of a stage hold, from the terms of a step that is found without them."""
+    assert use.actions is not None, "its actions are known"
+    state, in_parts = [graph.trace.state[i] for i in use.state], cost_model.optimizer.in_parts
+    deferred = Deferred(0, np.zeros_like(working), np.zeros_like(working))
+    if use.splits:
+        deferred = deferred_bytes(graph, cost_model, use.positions, use.state, use.regions)
+    found = ActionTerms(
         int(terms.others(2)),
         int(_larger_peak(terms.one_forward, terms.after_forward)),
         working,
@@ -372,7 +488,21 @@ def _split_terms(
         int(terms.sent),
         int(terms.waiting),
         int(terms.given_back) if cost_model.holds_sent else 0,
+        int(terms.first_backward),
+        int(terms.later_backward),
+        int(terms.gathering + terms.one_forward) if in_parts else 0,
+        int(terms.averaging) if in_parts else 0,
     )
+    if use.has_neighbours:
+        arriving = sum(
+            _gradient_bytes(graph.trace, edge) for edge in edges if edge.source == use.index and not use.stays(edge)
+        )
+        entering = (
+            edge for edge in edges if edge.destination == use.index and edge.source != INPUTS and not use.stays(edge)
+        )
+        received = sum(edge.num_bytes for edge in entering) if cost_model.holds_sent else 0
+        found = found._replace(received=received, arriving=arriving, unanswered=len(set(use.ranks)))
+    return StageActions(found, deferred, use.actions)
 
 
 def working_bytes(saved: SavedActivations, live: Lifetimes) -> IntArray:
@@ -385,7 +515,9 @@ def working_bytes(saved: SavedActivations, live: Lifetimes) -> IntArray:
 def _given_back(graph: Graph, use: StageUse, edges: Sequence[Edge]) -> int:
     """Bytes that a microbatch leaves behind until the end of the step: buffers for what it received, and gradients sent back."""
     entering = [
-        edge for edge in edges if edge.destination == use.index and not (edge.source == INPUTS and use.holds_inputs)
+        edge
+        for edge in edges
+        if edge.destination == use.index and not use.stays(edge) and not (edge.source == INPUTS and use.holds_inputs)
     ]
     values = [name for edge in entering if edge.source != INPUTS for name in edge.values]
     gradients = sum(_bytes_of(graph.trace, name) for name in values if _needs_gradient(graph.trace, name))
@@ -393,9 +525,13 @@ def _given_back(graph: Graph, use: StageUse, edges: Sequence[Edge]) -> int:
 
 
 def _parameter_gradients(graph: Graph, cost_model: CostModel, use: StageUse) -> tuple[IntArray, IntArray]:
-    """By node: the gradients of parameters that exist once its backward works, and those that it is adding up."""
+    """By node: the gradients of parameters that exist once its backward works, and those that it is adding up.
+
+    Where several nodes read a parameter, each after the first has its own gradient and the sum beside what has been summed.
+    """
     index = {position: i for i, position in enumerate(use.positions)}
     exists, change = np.zeros((2, len(use.positions) + 1), dtype=np.int64)
+    summing = np.zeros(len(use.positions), dtype=np.int64)
     for i in use.state:
         state = graph.trace.state[i]
         users = [index[position] for position in graph.state_users[i] if position in index]
@@ -406,34 +542,55 @@ def _parameter_gradients(graph: Graph, cost_model: CostModel, use: StageUse) -> 
             exists[: max(users) + 1] -= num_bytes - apart if apart else 0
             change[0 if apart else min(users)] += state.spec.num_bytes
             change[max(users) + 1] -= state.spec.num_bytes
-    return exists[:-1], np.cumsum(change)[:-1]
+            again = [] if use.splits else sorted(set(users))[:-1]
+            summing[again] = np.maximum(summing[again], 2 * state.spec.num_bytes)
+    return exists[:-1] + summing, np.cumsum(change)[:-1] + summing
 
 
 def _communication_bytes(graph: Graph, cost_model: CostModel, use: StageUse, edges: Sequence[Edge]) -> int:
     """Buffers of messages; the one that a microbatch in flight has received is an activation."""
     trace = graph.trace
     num_microbatches, window = use.num_microbatches, RECEIVE_WINDOW
-    senders = [
-        use.ranks[edge.source] if edge.source != INPUTS else 0 for edge in edges if edge.destination == use.index
-    ]
+    counts = use.actions is not None and use.actions.counts_messages  # then they are known by action
+    edges = [] if counts else edges
+    peers = [_peer(use, edge) for edge in edges]
     total = 0
-    for edge in edges:
-        sender = use.ranks[edge.source] if edge.source != INPUTS else 0
-        ahead = -(-window // max(1, senders.count(sender)))
-        more = received_ahead(num_microbatches, use.num_in_flight, ahead)
-        gradients = sum(_bytes_of(trace, name) for name in edge.values if _needs_gradient(trace, name))
+    for edge, peer in zip(edges, peers, strict=True):
+        gradients, kinds = _gradient_bytes(trace, edge), max(1, peers.count(peer))
+        ahead = -(-window // kinds)
+        more: float = received_ahead(num_microbatches, use.num_in_flight, ahead)
+        back: float = min(num_microbatches, ahead + 1)
+        if use.has_neighbours:  # the window is of all their messages, and one stage has a gradient at a time
+            more, back = min(more, window / kinds), min(num_microbatches, window / kinds)
+        if peer is None:
+            continue
         if edge.source == INPUTS:
-            total += 0 if use.holds_inputs or edge.destination != use.index else more * edge.num_bytes
+            total += 0 if use.holds_inputs or edge.destination != use.index else int(more * edge.num_bytes)
         elif edge.destination == use.index:
             unread = max(0, min(num_microbatches, use.in_flight[edge.source]) - use.num_in_flight)
             sent = unread if cost_model.holds_sent else 1
-            total += more * edge.num_bytes + sent * gradients
+            total += int(more * edge.num_bytes) + sent * gradients
         elif edge.source == use.index:
-            total += min(num_microbatches, window + 1) * gradients
+            total += int(back * gradients)
     if cost_model.holds_sent:
         shared = [i for i in use.state if i in use.holders]
         total += sum((use.holders[i] - 1) * cost_model.copy_bytes(trace.state[i]) for i in shared)
     return total
+
+
+def _gradient_bytes(trace: Trace, edge: Edge) -> int:
+    return sum(_bytes_of(trace, name) for name in edge.values if _needs_gradient(trace, name))
+
+
+def _peer(use: StageUse, edge: Edge) -> int | None:
+    """The rank that the stage's rank receives messages of an edge from: values, or the gradients for what it sent; None: there are none."""
+    own, receiver = use.ranks[use.index], use.ranks[edge.destination]
+    sender = 0 if edge.source == INPUTS else use.ranks[edge.source]
+    if use.stays(edge):
+        return None
+    if receiver == own:
+        return sender
+    return receiver if sender == own and edge.source != INPUTS else None
 
 
 def _bytes_of(trace: Trace, name: str) -> int:

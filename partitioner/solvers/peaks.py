@@ -347,8 +347,7 @@ def _scratch_in_peaks(cost_model: CostModel) -> Callable[[StateSpec], int]:
     """Bytes that the optimizer makes and drops for a parameter."""
 
     def of(state: StateSpec) -> int:
-        num_bytes = state.spec.num_bytes if cost_model.gradient_bytes(state) else 0
-        return cost_model.optimizer_scratch(num_bytes, num_bytes)
+        return cost_model.optimizer_scratch((state,))
 
     return of
 

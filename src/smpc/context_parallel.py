@@ -28,7 +28,7 @@ from smpc.compile.passes import ContextSharing, rewrite_trace
 from smpc.compile.result import Traced
 from smpc.errors import ConfigError
 from smpc.executor.collectives import TensorGroup
-from smpc.recorded import RecordedModule, check_not_shared, record_modes
+from smpc.recorded_module import RecordedModule, check_not_shared, record_modes
 from smpc.tracer.ir import Trace
 from smpc.tracer.record import Recording
 

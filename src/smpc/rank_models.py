@@ -29,9 +29,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from smpc.changes_after_compile import changed_parameter
 from smpc.codegen.program import RankProgram
 from smpc.errors import PartitionError
-from smpc.late_changes import changed_parameter
 from smpc.partitioner.graph.plan import Plan
 from smpc.rank_values import Print, is_atom, paired, reached, shareable
 from smpc.tracer.effects.randomness import generators_of
@@ -417,12 +417,13 @@ def _attribute_modules(model: nn.Module) -> Iterator[nn.Module]:
 def copied_model(model: nn.Module, memo: dict[int, Any]) -> nn.Module:
     """A copy. A value that cannot be copied (a lock, a process group) is shared, and joins the memo.
 
-    Buffers that belong to the autograd graph of an earlier call are copied without it.
+    Buffers and attributes that belong to the autograd graph of an earlier call (the weight of `weight_norm`) are copied without it.
     """
-    hanging = {
-        id(buffer): buffer for buffer in model.buffers() if buffer.grad_fn is not None and id(buffer) not in memo
-    }
-    memo.update({key: buffer.detach().clone() for key, buffer in hanging.items()})
+    held = (
+        value for module in model.modules() for table in (module._buffers, vars(module)) for value in table.values()
+    )
+    hanging = {id(t): t for t in held if isinstance(t, Tensor) and t.grad_fn is not None and id(t) not in memo}
+    memo.update({key: tensor.detach().clone() for key, tensor in hanging.items()})
     try:
         return copy.deepcopy(model, dict(memo))
     except Exception:  # a class's own __deepcopy__ may raise anything

@@ -30,6 +30,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from smpc.changes_after_compile import KeptParameters, LateHooks
 from smpc.codegen.program import RankProgram, split_backwards
 from smpc.codegen.rewrite.tensor_parallel.rewrite import CONTEXT, GROUP, group_attribute
 from smpc.codegen.stage import StageModule, build_stage, compile_stage
@@ -41,7 +42,6 @@ from smpc.executor.replicas.fully_shard import StageShards
 from smpc.executor.replicas.group_hooks import innermost
 from smpc.executor.replicas.step_hooks import StepHooks
 from smpc.executor.transport import Transport, loopback_transports
-from smpc.late_changes import KeptParameters, LateHooks
 from smpc.observe.observer import Observer, RankRecord, StepCallback, Watch, batch_of
 from smpc.observe.window import Window
 from smpc.partitioner.costs.cost import useful_flops
@@ -51,8 +51,8 @@ from smpc.sample_inputs import Inputs
 from smpc.sharding import exchange
 from smpc.sharding.tensors import local
 from smpc.tracer.constants import Ref, TraceDevice
-from smpc.tracer.environment.guarded import Environment
-from smpc.tracer.guards import broken_guard
+from smpc.tracer.environment.environment_guards import Environment
+from smpc.tracer.input_guards import broken_guard
 from smpc.tracer.ir import NodeKind, Trace
 from smpc.tracer.replay import input_values, is_as_traced
 from smpc.tracer.state.state_use import StateUse
@@ -261,6 +261,7 @@ class Runtime:
     def observe(self, num_steps: int = 20, optimizer: torch.optim.Optimizer | None = None) -> None:
         """Measure memory in the next step, and times in the `num_steps` after it, for `report`. Every rank calls it, between steps.
 
+        Before the first step: memory in the second one, as the optimizer has no state in the first.
         Optimizer state counts as memory; on a CPU it is known only if the optimizer is given, after its first step.
         """
         self._optimizer = optimizer

@@ -29,7 +29,7 @@ from smpc.compile.result import Traced
 from smpc.errors import ConfigError
 from smpc.executor.collectives import TensorGroup
 from smpc.executor.sharded_state import load_whole, slice_parameters, whole_of
-from smpc.recorded import RecordedModule, build_program, check_not_shared, record_modes
+from smpc.recorded_module import RecordedModule, build_program, check_not_shared, record_modes
 from smpc.tracer.ir import Trace
 from smpc.tracer.record import Recording
 

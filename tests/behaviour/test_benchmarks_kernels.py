@@ -2,11 +2,11 @@
 
 import importlib
 import importlib.util
-import subprocess
 import sys
 
 import pytest
 import torch
+import warm
 from locations import REPOSITORY
 
 FOLDER = REPOSITORY / "benchmarks"
@@ -79,8 +79,7 @@ def test_without_a_gpu_nothing_is_measured(tmp_path):
     if torch.cuda.is_available():
         pytest.skip("there is a GPU")
     report = tmp_path / "report.md"
-    command = [sys.executable, str(FOLDER / "kernels.py"), "norms", "--report", str(report)]
-    child = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    child = warm.python(FOLDER / "kernels.py", 300, arguments=("norms", "--report", str(report)))
     assert child.returncode == 2
     assert child.stdout == ""
     assert "finds no NVIDIA GPU; nothing was measured" in child.stderr

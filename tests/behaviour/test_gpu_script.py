@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import importlib.util
-import subprocess
 import sys
 
 import pytest
 import torch
+import warm
 from locations import REPOSITORY
 
 PATH = REPOSITORY / "benchmarks" / "gpu.py"
@@ -27,7 +27,7 @@ def script():
 def test_without_a_gpu_one_line_and_status_2():
     if torch.cuda.is_available():
         pytest.skip("there is a GPU")
-    found = subprocess.run([sys.executable, "-P", str(PATH)], capture_output=True, text=True, check=False)
+    found = warm.python(PATH, 240)
     assert (found.returncode, found.stdout) == (2, "")
     assert found.stderr.splitlines() == ["make gpu: expected a CUDA device, found none; run it on a machine with a GPU"]
 

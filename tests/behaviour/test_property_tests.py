@@ -29,7 +29,7 @@ def drawn(folder, *arguments, seed=None):
     if seed is not None:
         environment["SMPC_TEST_SEED"] = seed
     command = [sys.executable, "-m", "pytest", "-p", "conftest", "-p", "no:cacheprovider", "test_draws.py", *arguments]
-    run = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=120)
+    run = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=300)
     examples = (folder / "drawn").read_text() if (folder / "drawn").exists() else ""
     return examples, run.stdout + run.stderr
 

@@ -50,7 +50,7 @@ print(offered, missing)
 def test_every_name_that_a_module_offers_is_there(tmp_path):
     """In a process of its own, which imports everything."""
     (tmp_path / "offered.py").write_text(OFFERED)
-    run = warm.python(tmp_path / "offered.py", timeout=120)
+    run = warm.python(tmp_path / "offered.py", timeout=300)
     assert run.returncode == 0, run.stderr
     offered, _, missing = run.stdout.strip().splitlines()[-1].partition(" ")
     assert int(offered) > 400

@@ -177,9 +177,10 @@ def test_a_name_that_is_missing_is_named_with_where_to_look(tmp_path):
     assert "has no 'nope'; docs/coming_from_smp.md" in found.stderr
 
 
-def test_every_target_is_a_module_and_star_imports_its_names():
+def test_every_target_is_a_module_and_star_imports_its_names(tmp_path):
     code = f"""
-import importlib, smpc, types
+import importlib, smpc, types, warnings
+warnings.simplefilter("error")
 smpc.alias(); smpc.alias()
 for name, target in {dict(TARGETS)!r}.items():
     if target is not None:
@@ -191,6 +192,7 @@ from smdistributed.modelparallel.torch import *
 import smpc.v1
 assert DistributedModel is smpc.v1.DistributedModel
 """
-    subprocess.run([sys.executable, "-W", "error", "-c", code], check=True, timeout=LIMIT)
+    found = warm.python(script(tmp_path, code), LIMIT)
+    assert (found.returncode, found.stderr) == (0, "")
     assert "smdistributed" not in sys.modules
     assert importlib.util.find_spec("smdistributed") is None

@@ -11,7 +11,7 @@ from locations import REPOSITORY
 def test_trainer_runs():
     done = subprocess.run(
         [sys.executable, "trainer.py", "--rounds", "1", "--batches", "2", "--width", "32"],
-        cwd=REPOSITORY / "benchmarks", capture_output=True, text=True, timeout=250, check=False,
+        cwd=REPOSITORY / "benchmarks", capture_output=True, text=True, timeout=500, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("same bits: True") == 2

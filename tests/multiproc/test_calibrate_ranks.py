@@ -9,11 +9,12 @@ import pytest
 import warm
 
 from smpc.calibration import operations, probes, programs, wires
-from smpc.cli import main
+from smpc.cli import calibrate, main
 from smpc.partitioner.costs.device_file import find_device
 
 # `test_calibration.py` measures sizes of all kinds, in one process.
 FEWER = (
+    (calibrate, "_SECONDS", (1.0, 5.0)),
     (probes, "_WIDTHS", (64,)), (probes, "_CHANNELS", (8,)), (operations, "_MOST", 3), (programs, "_ROUNDS", 2),
     (wires, "_SIZES", (1 << 10, 1 << 14)), (wires, "_ROUNDS", 3),
 )  # fmt: skip
@@ -31,7 +32,7 @@ def measuring_little(arguments):
 @pytest.mark.parametrize("way", ["ranks", pytest.param("job", marks=pytest.mark.slow)])
 def test_two_ranks_measure_at_once(tmp_path, way):
     path = tmp_path / "here.toml"
-    arguments = ["calibrate", "--out", str(path), "--seconds", "5"]
+    arguments = ["calibrate", "--out", str(path), "--seconds", "1" if way == "ranks" else "5"]
     commands = {"ranks": [*arguments, "--ranks", "2"], "job": ["run", "-n", "2", "-c", *SMPC, *arguments]}
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     found = warm.run(*commands[way], timeout=280, env=environment, main=measuring_little if way == "ranks" else None)

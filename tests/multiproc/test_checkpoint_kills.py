@@ -17,7 +17,7 @@ import torch
 from checkpoint_harness import KillAt, content, run_ranks, shards, state, values_of
 
 from smpc.checkpoint import Alone, BackgroundSaver, Checkpoint, Root, load, save, verify
-from smpc.checkpoint.format.content import VALUES
+from smpc.checkpoint.format.draft_content import VALUES
 
 LAYOUTS = {2: ["pp", "rows", "dp"], 4: ["pp", "columns", "pp2tp", "dp"]}
 SEED = int(os.environ.get("SMPC_KILL_SEED", "20240"))

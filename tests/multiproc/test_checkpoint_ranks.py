@@ -208,7 +208,8 @@ def late(rank, channel, folder):
     store = dist.FileStore(f"{folder}/store", channel.size)
     short = StoreChannel(store, rank, channel.size, TIMEOUT / 10)
     root = Root(f"{folder}/run")
-    save(root, "step_1", content(1, "pp", rank, channel.size), short)
+    patient = StoreChannel(dist.PrefixStore("first", store), rank, channel.size, TIMEOUT)
+    save(root, "step_1", content(1, "pp", rank, channel.size), patient)
     group = dist.new_group(backend="gloo")
     told = []
     if rank == 0:

@@ -26,7 +26,7 @@ def _begin(rank, size, port, per_node=2):
         "RANK": str(rank), "WORLD_SIZE": str(size), "LOCAL_RANK": str(rank % per_node), "LOCAL_WORLD_SIZE": str(per_node),
         "NODE_RANK": str(rank // per_node), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
     }  # fmt: skip
-    dist.initialize_dist("cpu", timeout=60.0)
+    dist.initialize_dist("cpu", timeout=300.0)
 
 
 @pytest.fixture
@@ -215,7 +215,7 @@ for turn in range(2):
     END
 """
 BEGINNINGS = {
-    "dist": ("", "dist.initialize_dist('cpu', timeout=60.0)", "distributed.destroy_process_group()"),
+    "dist": ("", "dist.initialize_dist('cpu', timeout=300.0)", "distributed.destroy_process_group()"),
     "v2": ("import smpc.v2 as tsm", "tsm.init({'hybrid_shard_degree': 2})", "tsm.state.reset()"),
 }
 

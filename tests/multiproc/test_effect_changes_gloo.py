@@ -59,7 +59,7 @@ def train_case(case):
             own = dict(model.local_named_parameters())
             results |= {f"gradient of {n}": None if p.grad is None else p.grad.clone() for n, p in own.items()}
             optimizer.step()
-            shared += tuple(item.name for item in model._plan().shared_parameters)
+            shared += tuple(item.name for item in model._predicted().shared_parameters)
             found.append(results | {f"parameter {name}": p.detach().clone() for name, p in own.items()})
     except SmpcError as error:
         reason = str(error)

@@ -10,7 +10,7 @@ from executor_harness import Launch, run_workers
 
 from smpc.executor.host_memory.shared_slots import num_bytes, slot_bytes
 
-LIMIT = 60.0  # seconds, on a loaded machine; the longest timeout is 2
+LIMIT = 300.0  # seconds, on a loaded machine; the longest timeout is 2
 
 
 def test_two_ranks_get_what_gloo_gives_them(tmp_path):
@@ -80,12 +80,12 @@ def test_a_forked_child_is_refused(tmp_path):
 )  # fmt: skip
 def test_a_rank_that_waits_hears_of(tmp_path, action, expected):
     launch = Launch(jobs.fault, 2, tmp_path, action)
-    launch.processes[0].join(120)
+    launch.processes[0].join(LIMIT)
     assert launch.processes[0].exitcode == 0, (tmp_path / "0.log").read_text()
     other = launch.processes[1]
     if other.is_alive():
         os.kill(other.pid, signal.SIGKILL)
-    launch.wait(120)
+    launch.wait()
     error, second, took = torch.load(tmp_path / "found.pt")
     assert error.startswith(expected)
     assert second.startswith("the group's collectives through shared memory were closed after a failure")
@@ -93,7 +93,7 @@ def test_a_rank_that_waits_hears_of(tmp_path, action, expected):
 
 
 def test_a_mismatch_is_told_to_both(tmp_path):
-    _, (status, log) = Launch(jobs.fault, 2, tmp_path, "shape").wait(120)
+    _, (status, log) = Launch(jobs.fault, 2, tmp_path, "shape").wait()
     assert status == 0, log
     assert "a collective of 32 bytes, found one of 16 bytes" in torch.load(tmp_path / "1.pt")
 

@@ -43,7 +43,7 @@ def digest(seed: int, is_small: bool) -> str:
     """Of the bytes of a small model, or of a tied encoder-decoder and a U-Net with a memory limit."""
     script = WRITTEN.format(tests=str(SUPPORT), small=is_small) + ("" if is_small else LIMITED)
     environment = {**os.environ, "PYTHONHASHSEED": str(seed), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, cwd="/", timeout=250)
+    done = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, cwd="/", timeout=500)
     assert done.returncode == 0, done.stderr.decode()
     assert len(done.stdout) > (50_000 if is_small else 100_000)
     return hashlib.sha256(done.stdout).hexdigest()

@@ -15,7 +15,7 @@ import warm
 from torch.distributed import TCPStore
 
 SMPC = [sys.executable, "-c", "import sys; from smpc.cli import main; sys.exit(main())"]
-LIMIT = 120  # seconds; a hang fails the test
+LIMIT = 300  # seconds; a hang fails the test
 
 ALL_REDUCE = """
 import json, os, sys, torch

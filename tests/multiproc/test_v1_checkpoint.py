@@ -11,7 +11,7 @@ from executor_harness import run_workers
 
 import smpc.v1 as smp
 from smpc.checkpoint import Checkpoint, Root
-from smpc.errors import CheckpointError
+from smpc.errors import CheckpointError, UsageError
 
 
 def name_of(topology):
@@ -190,3 +190,79 @@ def test_state_dicts_gather_and_scatter_slices_and_stages(tmp_path, topology):
     (tmp_path / "alone").mkdir()
     [alone] = run_workers(state_dict_of_one, 1, tmp_path / "alone")
     assert {k: v.shape for k, v in found[0][1].items()} == {k: v.shape for k, v in alone.items()}
+
+
+class Normed(torch.nn.Sequential):
+    """Replicas have other running statistics, of their own samples."""
+
+    def __init__(self):
+        super().__init__(torch.nn.Linear(4, 4), torch.nn.BatchNorm1d(4), torch.nn.Linear(4, 1))
+
+
+@smp.step
+def squares(model, x):
+    loss = model(x).square().mean()
+    model.backward(loss)
+    return loss
+
+
+def save_statistics(rank, folder, path, partial):
+    smp.init({"ddp": True, "microbatches": 2})
+    torch.manual_seed(0)
+    model = smp.DistributedModel(Normed())
+    torch.manual_seed(rank)
+    for _ in range(2):
+        squares(model, torch.randn(8, 4) + rank)
+    own = [tensor.clone() for tensor in model.get_module().buffers()]
+    smp.save_checkpoint(path, tag="a", partial=partial, model=model)
+    smp.resume_from_checkpoint(path, partial=partial)
+    found = [tensor.clone() for tensor in model.get_module().buffers()]
+    smp.shutdown()
+    return own, found
+
+
+@pytest.mark.parametrize("partial", [True, False])
+def test_a_checkpoint_has_the_buffers_of_the_first_replica(tmp_path, partial):
+    """As plain PyTorch's rank 0 would save them, and as DistributedDataParallel gives them to the others in the next step."""
+    (first, *found), (second, other) = run_workers(save_statistics, 2, tmp_path, tmp_path / "run", partial)
+    assert not torch.equal(first[0], second[0]), "or this tests nothing"
+    for loaded in (*found, other):
+        assert all(map(torch.equal, loaded, first))
+
+
+def read_too_early(rank, folder, path):
+    smp.init({"pipeline_parallel_degree": 2, "microbatches": 2})
+    torch.manual_seed(0)
+    model = smp.DistributedModel(Normed())
+    optimizer = smp.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9))
+    squares(model, torch.ones(4, 4))
+    optimizer.step()
+    smp.save_checkpoint(path, tag="a", model=model, optimizer=optimizer)
+    saved = {key: value.clone() for key, value in model.state_dict().items()}
+    smp.shutdown()
+
+    smp.init({"pipeline_parallel_degree": 2, "microbatches": 2})
+    model = smp.DistributedModel(Normed())
+    optimizer = smp.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9))
+    smp.resume_from_checkpoint(path)
+    for read in (
+        model.state_dict,
+        optimizer.state_dict,
+        model.cpu,
+        lambda: smp.save_checkpoint(path, tag="b", model=model, optimizer=optimizer),
+    ):
+        with pytest.raises((UsageError, CheckpointError), match="is filled in by the first step"):
+            read()
+    kept = []
+    model.register_post_partition_hook(
+        lambda model, optimizer: kept.append({key: value.clone() for key, value in model.state_dict().items()})
+    )
+    squares(model, torch.ones(4, 4))
+    assert optimizer.state_dict()["state"]
+    assert all(torch.equal(kept[0][key], value) for key, value in saved.items())
+    smp.shutdown()
+
+
+def test_state_that_the_first_step_fills_in_is_not_read_before(tmp_path):
+    """It had the values from before loading, and a checkpoint of it would have lost the training."""
+    run_workers(read_too_early, 2, tmp_path, tmp_path / "run")

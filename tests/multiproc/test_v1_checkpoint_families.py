@@ -101,7 +101,7 @@ def check(tmp_path, name, plan):
     torch.save(state, tmp_path / "state.pt")
     (tmp_path / "open.py").write_text(OPEN)
     command = [sys.executable, "open.py", hugging_face.MODELS[name][1], "run/export"]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=100)
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     assert torch.equal(torch.load(tmp_path / "logits.pt"), expected)
 

@@ -76,7 +76,7 @@ def test_a_rank_killed_while_saving_leaves_what_there_was(tmp_path, victim, ther
     path = tmp_path / "run"
     for name in ("dying", "next"):
         (tmp_path / name).mkdir()
-    codes = [code for code, _ in Launch(die_while_saving, 2, tmp_path / "dying", path, victim, there, call).wait(60)]
+    codes = [code for code, _ in Launch(die_while_saving, 2, tmp_path / "dying", path, victim, there, call).wait()]
     assert codes[victim] == -signal.SIGKILL
     assert codes[1 - victim] != 0
     draft = any(name.startswith(".second") for name in os.listdir(path))

@@ -113,7 +113,7 @@ def test_hugging_face_there_and_back(tmp_path):
     torch.save(ids, tmp_path / "ids.pt")
     (tmp_path / "open.py").write_text(OPEN)
     command = [sys.executable, "open.py", "run/export", "ids.pt", "logits.pt"]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=100)
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     assert torch.equal(torch.load(tmp_path / "logits.pt"), logits)
     plain = zoo.build("gpt2")[0]

@@ -17,7 +17,7 @@ from smpc.mesh import Axis, Mesh
 from smpc.mesh.device_mesh import make_groups
 
 WORLD_SIZE = 4
-TIMEOUT = 120.0  # seconds for a whole test
+TIMEOUT = 300.0  # seconds for a whole test
 SPREAD = {"pp": [[0, 2], [1, 3]], "rdp": [[0, 1], [2, 3]]}
 CLUSTER = {"pp": [[0, 1], [2, 3]], "rdp": [[0, 2], [1, 3]]}
 # Written by hand for 2 stages x 2 replicas: replicas are neighbours where D is right of P.

@@ -248,6 +248,11 @@ def draw_and_refuse(rank, folder):
     shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
     assert shapes == {"up.weight": (32, 64), "up.bias": (32,), "down.weight": (64, 32), "down.bias": (64,)}
     assert list(model.default_reducer_named_parameters()) == []
+    optimizer = smp.DistributedOptimizer(torch.optim.Adafactor(model.parameters()))
+    with pytest.raises(
+        ConfigError, match=r"tensor_parallel_degree: .*found Adafactor, which gives other values to the halves"
+    ):
+        optimizer.step()
     smp.shutdown()
 
 

@@ -8,8 +8,10 @@ import itertools
 
 import pytest
 import torch
+import torch.nn.functional as F
 import transformers
 from executor_harness import run_workers
+from torch import nn
 
 import smpc.v1 as smp
 
@@ -20,6 +22,19 @@ SHARDING = {
     "optimizer state": {"shard_optimizer_state": True},
     "all": {"fully_shard": True},
     "shards of 2": {"sharded_data_parallel_degree": 2},
+}
+BY_BLOCK = {"fully_shard": True, "sdp_param_persistence_threshold": 0}  # as models of large blocks
+BY_USE = BY_BLOCK | {"sdp_max_live_parameters": 1}  # as models of over a billion parameters
+WITHOUT_PIPELINE = {
+    **SHARDING,
+    "all, by block": BY_BLOCK,
+    "all, by use": BY_USE,
+    "tensor": {"tensor_parallel_degree": 2},
+    "context": {"context_parallel_degree": 2},
+    "context, all": {"context_parallel_degree": 2, "fully_shard": True},
+    "expert": {"expert_parallel_degree": 2},
+    "expert, all": {"expert_parallel_degree": 2, "fully_shard": True},
+    "expert, by use": {"expert_parallel_degree": 2} | BY_USE,
 }
 AUTO = {"tensor_parallel_plan": "auto", "prescaled_batch": True}
 
@@ -60,42 +75,131 @@ def make_mixture():
     return transformers.MixtralForCausalLM(config).train()
 
 
+def make_llama():
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 128, "intermediate_size": 352, "num_hidden_layers": 4, "num_attention_heads": 4}
+    config = transformers.LlamaConfig(**sizes, num_key_value_heads=2, vocab_size=VOCABULARY, use_cache=False)
+    return transformers.LlamaForCausalLM(config).train()
+
+
+class Residual(nn.Module):
+    """A block of a ResNet, with BatchNorm and activations in place."""
+
+    def __init__(self, inputs, outputs):
+        super().__init__()
+        stride = outputs // inputs
+        self.first, self.first_norm = nn.Conv2d(inputs, outputs, 3, stride, 1, bias=False), nn.BatchNorm2d(outputs)
+        self.second, self.second_norm = nn.Conv2d(outputs, outputs, 3, 1, 1, bias=False), nn.BatchNorm2d(outputs)
+        self.around = nn.Conv2d(inputs, outputs, 1, stride, bias=False) if stride > 1 else nn.Identity()
+        self.act = nn.ReLU(inplace=True)
+
+    def forward(self, x):
+        inside = self.second_norm(self.second(self.act(self.first_norm(self.first(x)))))
+        return self.act(inside + self.around(x))
+
+
+class ResNet(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.stem = nn.Sequential(nn.Conv2d(3, 16, 3, 1, 1, bias=False), nn.BatchNorm2d(16), nn.ReLU(inplace=True))
+        self.layers = nn.ModuleList(Residual(a, b) for a, b in itertools.pairwise((16, 16, 16, 32, 32, 64, 64)))
+        self.head = nn.Linear(64, 10)
+
+    def forward(self, x):
+        x = self.stem(x)
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(x.mean((2, 3)))
+
+
+class Attention(nn.Module):
+    """Written by hand: nothing in it is fused."""
+
+    def __init__(self, width=128):
+        super().__init__()
+        self.norm, self.three, self.out = nn.LayerNorm(width), nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, x):
+        batch, length, width = x.shape
+        three = self.three(self.norm(x)).chunk(3, -1)
+        q, k, v = (part.view(batch, length, 4, width // 4).transpose(1, 2) for part in three)
+        scores = q @ k.transpose(-1, -2) / (width // 4) ** 0.5
+        later = torch.ones(length, length, dtype=torch.bool, device=x.device).triu(1)
+        mixed = scores.masked_fill(later, float("-inf")).softmax(-1) @ v
+        x = x + self.out(mixed.transpose(1, 2).reshape(batch, length, width))
+        return x + self.down(F.gelu(self.up(x)))
+
+
+class ByHand(nn.Module):
+    def __init__(self, width=128):
+        super().__init__()
+        self.embedding = nn.Embedding(VOCABULARY, width)
+        self.layers = nn.ModuleList(Attention(width) for _ in range(4))
+        self.head = nn.Linear(width, VOCABULARY, bias=False)
+
+    def forward(self, input_ids, labels):
+        x = self.embedding(input_ids)
+        for layer in self.layers:
+            x = layer(x)
+        return transformers.modeling_outputs.CausalLMOutput(
+            F.cross_entropy(self.head(x).flatten(0, 1), labels.flatten())
+        )
+
+
+@smp.step
+def image_step(model, images):
+    loss = model(images).square().mean()
+    model.backward(loss)
+    return loss
+
+
+MODELS = {"gpt2": make, "mixtral": make_mixture, "llama": make_llama, "resnet": ResNet, "by hand": ByHand}
+SIZES = {"activations": (SAMPLES, LENGTH), "parameters": (4, 8)}  # what there is most of: samples, and their length
+
+
 def run(rank, folder, chosen):
     """By case (rank, predicted bytes, measured bytes) of all ranks."""
-    return [measured(config, again) for config, again in chosen]
+    return [measured(*case) for case in chosen]
 
 
-def measured(config, again):
+def measured(config, again, name=None, size="activations"):
     """(rank, predicted bytes, measured bytes) of all ranks."""
     smp.init(config)
-    with_experts = config.get("expert_parallel_degree", 1) > 1
-    module = make_mixture() if with_experts else make()
+    name = name or ("mixtral" if config.get("expert_parallel_degree", 1) > 1 else "gpt2")
+    torch.manual_seed(0)
+    module = MODELS[name]().train()
     model = smp.DistributedModel(module)
-    blocks = module.model.layers if with_experts else module.transformer.h
-    for block in blocks if again else ():
+    inner = getattr(module, "model", module)
+    for block in (module.transformer.h if name == "gpt2" else inner.layers) if again else ():
         smp.set_activation_checkpointing(block)
     optimizer = smp.DistributedOptimizer(torch.optim.Adam(model.parameters()))
-    ids = torch.randint(VOCABULARY, (SAMPLES, LENGTH)) if smp.pp_rank() == 0 else torch.empty(0, dtype=torch.int64)
+    step = image_step if name == "resnet" else train_step
     for number in range(3):
         if number == 1:
             model.observe(1)  # memory in this step, times in the next one
         optimizer.zero_grad()
-        train_step(model, ids)
+        step(model, batch_of(name, size) if smp.pp_rank() == 0 else torch.empty(0, dtype=torch.int64))
         optimizer.step()
     lines = [line for line in model.report().lines if line.what.endswith("peak")]
     smp.shutdown()
     return [(line.what, line.predicted, line.measured) for line in lines]
 
 
-def check(folder, world, chosen):
-    """All of `chosen` in one job: pairs of a configuration and whether blocks are computed again."""
+def batch_of(name, size):
+    samples, length = SIZES[size]
+    return torch.randn(samples, 3, 32, 32) if name == "resnet" else torch.randint(VOCABULARY, (samples, length))
+
+
+def check(folder, world, chosen, above=0.05, message=MESSAGE):
+    """All of `chosen` in one job: configurations, whether blocks are computed again, and perhaps the model, and what it has most of."""
     wrong = []
-    for (config, again), lines in zip(chosen, run_workers(run, world, folder, chosen)[0], strict=True):
+    for (config, again, *more), lines in zip(chosen, run_workers(run, world, folder, chosen)[0], strict=True):
         assert len(lines) == world
         for what, predicted, measured in evened(lines) if "expert_parallel_degree" in config else lines:
             # What has been sent is held until it has arrived: whether the last message has, by the peak, is chance.
-            is_near = 0.95 * measured <= predicted <= 1.05 * measured + MESSAGE
-            how = f"{config}, {'with' if again else 'without'} recomputation, {what}"
+            is_near = 0.95 * measured <= predicted <= (1 + above) * measured + message
+            how = f"{' '.join(more)} {config}, {'with' if again else 'without'} recomputation, {what}"
             print(f"{predicted / measured - 1:+.1%} {how}")
             wrong += [] if is_near else [f"{how}: predicted {predicted:,}, measured {measured:,}"]
     assert not wrong, "\n".join(wrong)
@@ -145,8 +249,85 @@ def test_ranks_that_share_sequences_or_experts(tmp_path, kind, sharding, dtype, 
     check(tmp_path, 4, [(config, again)])
 
 
+def alone(kind, name, dtype, again, size):
+    """A case without a pipeline."""
+    config = {"pipeline_parallel_degree": 1, "microbatches": 4, "ddp": True} | WITHOUT_PIPELINE[kind]
+    config |= AUTO if "tensor" in kind else {}
+    return (config | ({dtype: True} if dtype != "fp32" else {}), again, name, size)
+
+
+def test_models_that_run_as_they_are(tmp_path):
+    """Scripts without a pipeline had no prediction. Of blocks that gather their own parameters the plan had all whole: 24% too much.
+    Buckets were left out of what was measured in the optimizer's step, and of predictions where ranks share sequences: 21% too little."""
+    chosen = [
+        ("all, by use", "gpt2", "fp32", True, "parameters"),
+        ("optimizer state", "by hand", "bf16", True, "parameters"),
+    ]
+    check(tmp_path, 2, [alone(*case) for case in chosen], message=0)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("kind", WITHOUT_PIPELINE)
+def test_every_model_without_a_pipeline(tmp_path, kind, size):
+    names = ["mixtral"] if "expert" in kind else [name for name in MODELS if "context" not in kind or name != "resnet"]
+    cases = itertools.product((kind,), names, ("fp32", "bf16", "fp16"), (False, True), (size,))
+    check(tmp_path, 2, [alone(*case) for case in cases], message=0)
+
+
+@pytest.mark.slow
+def test_parts_over_two_of_four_ranks(tmp_path):
+    kinds = [{"tensor_parallel_degree": 2, "fully_shard": True} | AUTO, {"sharded_data_parallel_degree": 2}, BY_USE]
+    chosen = itertools.product(kinds, (False, True), ("gpt2", "llama"), SIZES)
+    config = {"pipeline_parallel_degree": 1, "microbatches": 4, "ddp": True}
+    check(tmp_path, 4, [(config | kind, *case) for kind, *case in chosen], message=0)
+
+
 @pytest.mark.parametrize("dtype", ["fp32", pytest.param("bf16", marks=pytest.mark.slow)])
 def test_experts_in_parts_beside_sequences_without_a_pipeline(tmp_path, dtype):
     """Two ranks have the same experts, and divide them; the plan had them whole on each: 17% too much, 28% in bf16."""
     config = settings(1, 1, "all", dtype, None) | {"context_parallel_degree": 2, "expert_parallel_degree": 2}
+    check(tmp_path, 4, [(config, True)])
+
+
+@pytest.mark.parametrize(
+    ("schedule", "cases"),
+    [
+        ("interleaved-1f1b", [("llama", False), ("resnet", False)]),
+        pytest.param(
+            "interleaved-1f1b",
+            [("llama", True), ("gpt2", False), ("gpt2", True), ("by hand", False), ("by hand", True)],
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            "zb-v",
+            [("llama", False), ("llama", True), ("gpt2", False), ("gpt2", True), ("by hand", False), ("by hand", True)],
+            marks=pytest.mark.slow,
+        ),
+        pytest.param("list", [("gpt2", False), ("gpt2", True), ("llama", True)], marks=pytest.mark.slow),
+    ],
+)
+def test_ranks_with_several_stages_or_a_searched_schedule(tmp_path, schedule, cases):
+    """The sum of the stages' peaks was up to 50% too much; `list`, whose microbatches wait for W, was 24% off. Messages by stage were
+    9% too few for Llama's last rank; tied embeddings counted for both stages of a rank."""
+    config = settings(2, 1, "whole", "fp32", None) | {"schedule": schedule}
+    if schedule == "interleaved-1f1b":
+        config["virtual_pipeline_degree"] = 2
+    check(tmp_path, 2, [(config, again, name) for name, again in cases], message=0)
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["resnet", *(pytest.param(name, marks=pytest.mark.slow) for name in ("gpt2", "llama", "by hand", "mixtral"))],
+)
+def test_stages_that_leave_nothing_to_the_second_part_of_a_backward(tmp_path, name):
+    """What is computed again is not put off, and small calls on a CPU are not: a last rank was predicted 28% too high."""
+    config = settings(2, 1, "whole", "fp32", None) | {"schedule": "zb-h1"}
+    check(tmp_path, 2, [(config, True, name), (config, False, name)], message=10 * MESSAGE if name == "mixtral" else 0)
+
+
+@pytest.mark.slow
+def test_the_optimizer_of_large_parameters_in_half_precision(tmp_path):
+    """Gradients of masters, and what Adam makes of the largest one, were left out: up to 34% too little."""
+    config = settings(4, 1, "whole", "fp16", None) | {"fp16": True, "microbatches": 16}
     check(tmp_path, 4, [(config, True)])

@@ -157,7 +157,7 @@ def failing(rank, folder, place, by_hand):
     ids=["before", "after", "after by hand"],
 )
 def test_an_exception_ends_all_ranks_with_its_traceback(tmp_path, place, by_hand, culprit):
-    results = Launch(failing, 2, tmp_path, place, by_hand).wait(60.0)
+    results = Launch(failing, 2, tmp_path, place, by_hand).wait()
     for rank, (status, log) in enumerate(results):
         assert status == 1, f"rank {rank}: {status}\n{log}"
         assert 'raise LossError("bomb")' in log, log

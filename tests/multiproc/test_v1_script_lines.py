@@ -4,8 +4,10 @@ Every script below runs twice over the same lines, by `Eager` in plain PyTorch a
 """
 
 import copy
+import random
 import warnings
 
+import numpy
 import pytest
 import torch
 import torch.nn.functional as F
@@ -353,3 +355,40 @@ def refused(rank, folder):
 def test_lines_that_need_all_parameters_are_refused(tmp_path):
     """L-BFGS searched along a direction of its own on every rank; an average that was begun early stood still for other stages."""
     assert run_workers(refused, 2, tmp_path) == [None] * 2
+
+
+ORDERS = []
+
+
+@smp.step
+def mixes(model, x, y):
+    order, weight = torch.randperm(len(x)), random.random() + numpy.random.rand() + random.gauss(0, 1)
+    ORDERS.append((order.tolist(), weight))
+    loss = (model(x + weight * x[order]) - y[order]).square().mean()
+    model.backward(loss)
+    return {"loss": loss, "order": order, "weight": torch.tensor([weight], dtype=torch.float64)}
+
+
+def mixed_on_ranks(rank, folder, schedule):
+    """Dropout on both stages, and seeds by rank, as scripts have them."""
+    smp.init({"pipeline_parallel_degree": 2, "microbatches": MB, "schedule": schedule})
+    for seed in (torch.manual_seed, random.seed, numpy.random.seed):
+        seed(7 + rank)
+    model = smp.DistributedModel(nn.Sequential(*(nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.3)) for _ in range(4))))
+    found = []
+    for _ in range(3):
+        result = mixes(model, torch.ones(8, 4), torch.ones(8, 4))
+        found += zip(result["order"].concat().view(MB, -1).tolist(), result["weight"].concat().tolist(), strict=True)
+    return ORDERS[: len(found)] if schedule == "1f1b" else ORDERS, found
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-v"])
+def test_what_a_step_function_draws_is_the_same_before_the_model_and_after(tmp_path, schedule):
+    """With zb-v the first rank has the last stage, and runs the function twice."""
+    (first, found), (last, _) = run_workers(mixed_on_ranks, 2, tmp_path, schedule)
+    if schedule == "zb-v":
+        first = [order for at in range(0, len(first), 2 * MB) for order in first[at : at + MB]]
+    else:
+        assert last == found
+    assert first == found
+    assert len({weight for _, weight in found}) == len(found)

@@ -11,7 +11,7 @@ from torch import nn
 import smpc.v1 as smp
 from smpc.errors import ConfigError, UsageError
 
-TIMEOUT = 120.0
+TIMEOUT = 300.0
 MB = 2
 
 

@@ -22,12 +22,12 @@ SHOWN = {  # by the launcher, of rank {bad}
     "sleep": [
         "rank {bad} stalled, nothing moved for 3 s: step 2, ",
         "instruction 'F s0 m2' (stage 0, microbatch 2), busy for ",
-        "instruction 'F s0 m2' (stage 0, microbatch 2), collective for ",
+        "instruction 'F s0 m2' (stage 0, microbatch 2), exchanging for ",
         "in fire",
     ],
     "stop": [
         "rank {bad} stalled, nothing moved for 3 s: no answer",
-        "instruction 'F s0 m2' (stage 0, microbatch 2), collective for ",
+        "instruction 'F s0 m2' (stage 0, microbatch 2), exchanging for ",
     ],
 }
 

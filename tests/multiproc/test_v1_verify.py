@@ -142,7 +142,7 @@ def one_replica_is_wrong(rank, folder):
 
 
 def test_other_replicas_do_not_wait(tmp_path):
-    for status, log in Launch(one_replica_is_wrong, 4, tmp_path).wait(120.0):
+    for status, log in Launch(one_replica_is_wrong, 4, tmp_path).wait():
         assert status not in (0, "hung")
         assert "module transformer (GPT2Model), in its own code before it calls transformer.drop" in log
 

@@ -41,7 +41,7 @@ def trains(rank, channel, family, degrees, fsdp, checkpoints, loss_of):
 
 
 def check_losses(folder, size, family, degrees, fsdp, checkpoints=False, loss_of=loss_of_model):
-    found = values_of(run_ranks(size, trains, folder, family, degrees, fsdp, checkpoints, loss_of, timeout=200))
+    found = values_of(run_ranks(size, trains, folder, family, degrees, fsdp, checkpoints, loss_of))
     shared = degrees.get("tensor_parallel_degree", 1) * degrees.get("context_parallel_degree", 1)
     wanted = reference(family, size // shared, loss_of)
     for losses in found:
@@ -130,10 +130,8 @@ def trains_in_bf16(rank, channel, family, degrees, fsdp):
 def test_mixed_precision(family, degrees, fsdp, tmp_path):
     """Of FSDP alone, in one process; sums of bf16 values in another order differ in their last bits."""
     (tmp_path / "one").mkdir()
-    ((wanted, kind, _),) = values_of(run_ranks(1, trains_in_bf16, tmp_path / "one", family, {}, fsdp, timeout=200))
-    for losses, own_kind, parameters in values_of(
-        run_ranks(2, trains_in_bf16, tmp_path, family, degrees, fsdp, timeout=200)
-    ):
+    ((wanted, kind, _),) = values_of(run_ranks(1, trains_in_bf16, tmp_path / "one", family, {}, fsdp))
+    for losses, own_kind, parameters in values_of(run_ranks(2, trains_in_bf16, tmp_path, family, degrees, fsdp)):
         assert (own_kind, parameters) == (kind, {"torch.float32"})
         assert own_kind == "torch.bfloat16"
         torch.testing.assert_close(losses, wanted, rtol=1e-3, atol=0)
@@ -151,7 +149,7 @@ def test_the_norm_counts_every_gradient_once(fsdp, use_orig_params, tmp_path):
     model = build("llama")
     (sum(loss_of_model(model, batch(0, sample)) for sample in range(2)) / 2).backward()
     wanted = torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5).item()
-    for before, after in values_of(run_ranks(4, clips, tmp_path, fsdp, use_orig_params, timeout=200)):
+    for before, after in values_of(run_ranks(4, clips, tmp_path, fsdp, use_orig_params)):
         assert before == pytest.approx(wanted, rel=1e-5)
         assert after == pytest.approx(0.5, rel=1e-5)
 
@@ -177,8 +175,8 @@ def draws(rank, channel, degrees):
 
 @pytest.mark.slow
 def test_delayed_weights_are_the_same_whatever_the_degree(tmp_path):
-    (one, alone), *_ = values_of(run_ranks(2, draws, tmp_path, {"hybrid_shard_degree": 2}, timeout=200))
-    for losses, state in values_of(run_ranks(4, draws, tmp_path, SHARED, timeout=200)):
+    (one, alone), *_ = values_of(run_ranks(2, draws, tmp_path, {"hybrid_shard_degree": 2}))
+    for losses, state in values_of(run_ranks(4, draws, tmp_path, SHARED)):
         torch.testing.assert_close(losses, one, rtol=1e-5, atol=0)
         assert state.keys() == alone.keys()
         for name, value in state.items():

@@ -114,9 +114,9 @@ def resumes(rank, channel, family, degrees, fsdp, kind, path):
 def test_checkpoints_of_slices_are_resumed(kind, family, first, second, num_last, tmp_path):
     path = str(tmp_path / "c")
     size, *how = first
-    trained = values_of(run_ranks(size, trains_and_saves, tmp_path, family, *how, kind, path, timeout=200))[0]
+    trained = values_of(run_ranks(size, trains_and_saves, tmp_path, family, *how, kind, path))[0]
     size, *how = second
-    resumed = values_of(run_ranks(size, resumes, tmp_path, family, *how, kind, path, timeout=200))[0]
+    resumed = values_of(run_ranks(size, resumes, tmp_path, family, *how, kind, path))[0]
     torch.testing.assert_close(trained + resumed, reference(family, 2, loss_of_model, num_last), rtol=1e-5, atol=0)
 
 
@@ -140,7 +140,7 @@ def test_plain_torch_goes_on_from_checkpoints_and_is_gone_on_from(how, kind, tmp
     size, *how = how
     path, other, wanted = str(tmp_path / "c"), str(tmp_path / "d"), reference("mixtral", 2, loss_of_model)
 
-    trained = values_of(run_ranks(size, trains_and_saves, tmp_path, "mixtral", *how, kind, path, timeout=200))[0]
+    trained = values_of(run_ranks(size, trains_and_saves, tmp_path, "mixtral", *how, kind, path))[0]
     model = build("mixtral", seed=7)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     state = dict(zip(("model", "optimizer"), get_state_dict(model, optimizer), strict=True))
@@ -153,7 +153,7 @@ def test_plain_torch_goes_on_from_checkpoints_and_is_gone_on_from(how, kind, tmp
     trained = train_plainly(model, optimizer, range(2))
     found = get_state_dict(model, optimizer)
     dcp.save({"model": found[0], "optimizer": found[1], "step": 2}, checkpoint_id=other)
-    resumed = values_of(run_ranks(size, resumes, tmp_path, "mixtral", *how, kind, other, timeout=200))[0]
+    resumed = values_of(run_ranks(size, resumes, tmp_path, "mixtral", *how, kind, other))[0]
     torch.testing.assert_close(trained + resumed, wanted, rtol=1e-5, atol=0)
 
 
@@ -197,7 +197,7 @@ def passes_rank_0s_state_on(rank, channel, degrees, fsdp):
 @pytest.mark.parametrize("fsdp", [0, 1, 2])
 @pytest.mark.parametrize("degrees", [SHARED, EXPERTS])
 def test_a_full_state_dict_of_rank_0_is_loaded_on_all_ranks(degrees, fsdp, tmp_path):
-    found, *_ = values_of(run_ranks(4, passes_rank_0s_state_on, tmp_path, degrees, fsdp, timeout=200))
+    found, *_ = values_of(run_ranks(4, passes_rank_0s_state_on, tmp_path, degrees, fsdp))
     wanted = {name: list(value.shape) for name, value in build("mixtral").state_dict().items()}
     assert found == [(wanted, [])] * 2
 
@@ -215,5 +215,5 @@ def loads_a_part(rank, channel, path):
 @pytest.mark.slow
 def test_a_part_of_the_slices_is_not_loaded_as_the_whole(tmp_path):
     path = str(tmp_path / "c")
-    values_of(run_ranks(4, trains_and_saves, tmp_path, "llama", SHARED, 1, "apart", path, timeout=200))
-    assert all(values_of(run_ranks(2, loads_a_part, tmp_path, path, timeout=200)))
+    values_of(run_ranks(4, trains_and_saves, tmp_path, "llama", SHARED, 1, "apart", path))
+    assert all(values_of(run_ranks(2, loads_a_part, tmp_path, path)))

@@ -120,7 +120,7 @@ def check_experts(size, degrees, fsdp, mode, more, folder):
     tensor, context = (degrees.get(f"{name}_parallel_degree", 1) for name in ("tensor", "context"))
     wanted, norm = experts_reference(mode, size // (tensor * context))
     whole = sum(p.numel() for n, p in build("mixtral").named_parameters() if ".experts." in n)
-    for losses, held, found in values_of(run_ranks(size, trains_experts, folder, degrees, fsdp, settings, timeout=200)):
+    for losses, held, found in values_of(run_ranks(size, trains_experts, folder, degrees, fsdp, settings)):
         torch.testing.assert_close(losses, wanted, rtol=1e-5, atol=0)
         assert held == whole // (degrees["expert_parallel_degree"] * tensor)
         assert found == pytest.approx(norm, rel=1e-5)

@@ -22,7 +22,7 @@ def ranks(rank, channel, arguments):
 
 
 def run(size, folder, *arguments):
-    found = values_of(run_ranks(size, ranks, folder, [str(each) for each in arguments], timeout=200))
+    found = values_of(run_ranks(size, ranks, folder, [str(each) for each in arguments]))
     assert all(losses == found[0] for losses in found)
     return found[0]
 

@@ -20,6 +20,7 @@ import torch.distributed as dist
 from smpc.checkpoint import Content, GroupChannel, Shard
 
 TIMEOUT = datetime.timedelta(seconds=20)
+END_LIMIT = 3600.0  # seconds for ranks to end: longer than pytest lets a test run
 
 NAMES = [f"layer{i}.weight" for i in range(6)]
 
@@ -34,7 +35,7 @@ class Outcome:
     exitcode: int
 
 
-def run_ranks(size, function, folder, *arguments, timeout=60, patience=TIMEOUT, during=None):
+def run_ranks(size, function, folder, *arguments, timeout=END_LIMIT, patience=TIMEOUT, during=None):
     """Run `function(rank, channel, *arguments)` on ranks that rendezvous in `folder`. `patience`: the
     channel's. `during(processes)` runs meanwhile."""
     rendezvous = str(folder / f"rendezvous{time.monotonic_ns()}")

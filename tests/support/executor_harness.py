@@ -15,6 +15,8 @@ from smpc.codegen.program import Channel, Instruction, RankProgram, StageCode
 from smpc.tracer.ir import TensorSpec
 
 MB = 4
+END_LIMIT = 3600.0  # seconds for ranks to end: longer than pytest lets a test run
+PATIENCE = datetime.timedelta(seconds=7200)  # of their groups: who waits in vain until then hangs
 INPUT = TensorSpec((3, 8), "float32", (8, 1))
 GRAD = TensorSpec((3, 8), "float32", (8, 1), True)
 
@@ -88,10 +90,14 @@ class Launch:
         for process in self.processes:
             process.start()
 
-    def wait(self, timeout=240.0):
+    def wait(self, timeout=END_LIMIT):
         deadline = time.monotonic() + timeout
-        for process in self.processes:
-            process.join(max(0.0, deadline - time.monotonic()))
+        try:
+            for process in self.processes:
+                process.join(max(0.0, deadline - time.monotonic()))
+        except BaseException:  # pytest's own limit
+            self._end_with_logs()
+            raise
         results = []
         for rank, process in enumerate(self.processes):
             hung = process.is_alive()
@@ -100,6 +106,12 @@ class Launch:
                 process.join()
             results.append(("hung" if hung else process.exitcode, (self.folder / f"{rank}.log").read_text()))
         return results
+
+    def _end_with_logs(self):
+        for rank, process in enumerate(self.processes):
+            print(f"rank {rank}, {process.exitcode}:\n{(self.folder / f'{rank}.log').read_text()}")
+            process.kill()
+            process.join()
 
 
 def run_workers(worker, num_processes, folder, *args):
@@ -115,8 +127,7 @@ def _main(worker, rank, num_processes, folder, store, args):
         os.dup2(log.fileno(), 2)
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     torch.set_num_threads(1)
-    timeout = datetime.timedelta(seconds=60)
     file = dist.FileStore(str(store), num_processes)
-    dist.init_process_group("gloo", store=file, rank=rank, world_size=num_processes, timeout=timeout)
+    dist.init_process_group("gloo", store=file, rank=rank, world_size=num_processes, timeout=PATIENCE)
     torch.save(worker(rank, folder, *args), folder / f"{rank}.pt")
     dist.destroy_process_group()

@@ -3,6 +3,7 @@
 The launcher's own classes start, watch and end them, and serve the store; only `Popen` is replaced.
 """
 
+import atexit
 import os
 import signal
 import sys
@@ -60,7 +61,11 @@ def _rank(arguments, environment, streams, launcher):
     os.environ.clear()
     os.environ.update(environment)
     start = arguments.index(str(launcher))
-    return worker.main(launcher, list(arguments[start + 1 :]))
+    atexit._clear()  # what the launcher and its parent wanted
+    try:
+        return worker.main(launcher, list(arguments[start + 1 :]))
+    finally:
+        atexit._run_exitfuncs()
 
 
 def end_with(run):

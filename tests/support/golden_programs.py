@@ -94,7 +94,11 @@ _BY_BLOCKS: Mapping[str, Callable[[str], Options]] = {
 }
 _EVERY = (*CONFIGURATIONS, *_BY_BLOCKS, "p2-tp2-plan", "p3-manual")
 _LARGE_ALONE = ("p8", "p2-v4", "p2-simple", "p4-time", "p4-zb-h2", "p2-parameters", "p2-devices")
-_LARGE_CASES = ("mixtral/p2-v2", "mixtral/p2-zb-v", "mixtral/p2-recompute", "t5/p2-v2", "t5/p2-recompute")
+_LARGE_CASES = (
+    *(f"mixtral/{name}" for name in ("p2-v2", "p2-zb-v", "p2-recompute", "p4-1f1b")),
+    *(f"t5/{name}" for name in ("p2-v2", "p2-recompute", "p4-1f1b")),
+    *(f"llama_tied/{name}" for name in ("p2-v2", "p4-1f1b")),
+)
 _FEW = ("p2", "p4-1f1b", "p2-v2", "p2-zb-v", "p2-kernels", "p2-tp2-found", "p2-tp2-plan", "p2-recompute", "p4-offload")
 
 

@@ -23,8 +23,24 @@ WATCHED = ("loss", "grad_norm", "learning_rate", "eval_loss", "eval_sum", "eval_
 SMALL = {"hidden_size": 16, "num_hidden_layers": 3, "num_attention_heads": 2, "intermediate_size": 32}
 
 
+class Plain(torch.nn.Module):
+    """A script's own module, without a configuration."""
+
+    def __init__(self):
+        super().__init__()
+        self.embedding, self.inner = torch.nn.Embedding(VOCABULARY, 16), torch.nn.Linear(16, 16)
+        self.head = torch.nn.Linear(16, 5)
+
+    def forward(self, input_ids, labels=None):
+        logits = self.head(self.inner(self.embedding(input_ids)).relu().mean(1))
+        loss = None if labels is None else torch.nn.functional.cross_entropy(logits, labels)
+        return {"loss": loss, "logits": logits}
+
+
 def build(name, dropout=0.0):
     torch.manual_seed(0)
+    if name == "plain":
+        return Plain()
     if name == "lora":
         from peft import LoraConfig, get_peft_model
 
@@ -59,6 +75,8 @@ class Data(Dataset):
         if self.name == "vit":
             return {"pixel_values": torch.randn(3, 8, 8, generator=generator), "labels": index % 5}
         ids = torch.randint(1, VOCABULARY, (12,), generator=generator)
+        if self.name == "plain":
+            return {"input_ids": ids, "labels": index % 5}
         if self.name == "bert":
             return {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": float(index % 3)}
         labels = ids.clone()
@@ -106,7 +124,10 @@ def train(name, folder, pipeline=None, dropout=0.0, resume=None, **options):
 
         trainer = PipelineTrainer(pipeline, **given)
     trainer.train(resume_from_checkpoint=resume)
-    logged = [{key: line[key] for key in (*WATCHED, "step") if key in line} for line in trainer.state.log_history]
+    watched = {*WATCHED, "step"} - (
+        {"total_flos"} if name == "plain" else set()
+    )  # the Trainer counts none in plain modules
+    logged = [{key: line[key] for key in line if key in watched} for line in trainer.state.log_history]
     weights = {name: value.clone() for name, value in trainer.model.state_dict().items()}
     return {"logged": logged, "weights": weights, "seen": seen.logged}
 

@@ -1,7 +1,8 @@
 """What the server of `server.py` does before ranks are forked from it: most of them would do it themselves, in every test.
 
 It imports modules, and records three models: the first recording of a process fills torch's tables of what operations do to shapes, which
-takes as long as the recording itself.
+takes as long as the recording itself. Two of them it plans as most tests do, with four microbatches: the first plan of a process runs every
+kind of operation backward to see its memory. Where there is a GPU it does not, since autograd then starts threads, which a fork loses.
 """
 
 import importlib
@@ -39,17 +40,21 @@ for _name in MODULES:
     importlib.import_module(_name)
 
 
-def _record() -> None:
+def _record_and_plan() -> None:
     import torch
     import zoo
 
+    from smpc.compile import compile_model
     from smpc.tracer.record import record
 
     logging.getLogger("transformers").setLevel(logging.ERROR)
     with torch.random.fork_rng(devices=()):
         for name in ("gpt2", "llama", "t5"):
             model, (arguments, options) = zoo.build(name)
-            record(model, arguments, options)
+            if name == "t5" or torch.cuda.device_count():
+                record(model, arguments, options)
+            else:
+                compile_model(model, options, pipeline_parallel_degree=2, microbatches=4)
 
 
-_record()
+_record_and_plan()

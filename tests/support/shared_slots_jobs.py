@@ -34,7 +34,7 @@ def over_gloo():
     return group
 
 
-def over_memory(timeout=60.0):
+def over_memory(timeout=600.0):
     """A group of all ranks that does."""
     group = TensorGroup.of(dist.new_group(timeout=timedelta(seconds=timeout)))
     assert group.slots_for(SMALL) is not None
@@ -235,7 +235,7 @@ def pieces_of_another(rank, folder):
 
 def fault(rank, folder, action):
     """Rank 1 does something bad while rank 0 waits for it; rank 0's error and how long that took."""
-    group = over_memory(timeout=2.0 if action in ("stop", "interrupt") else 60.0)
+    group = over_memory(timeout=2.0 if action in ("stop", "interrupt") else 600.0)
     summed(SMALL, group)
     if rank == 1:
         time.sleep(0.3)  # rank 0 is past its spinning

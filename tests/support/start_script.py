@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import nn
 
 import smpc.v1 as smp
-from smpc.v1.session.control import Control
+from smpc.v1.session.step_messages import Control
 
 START_TIMEOUT = 3.0
 # case -> what is told of rank 1; the other timeouts are half an hour.

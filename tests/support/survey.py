@@ -185,7 +185,7 @@ def _labels(kind, config, ids, size, numbers, generator):
     if kind.endswith(("Classification", "MultipleChoice")) and "Token" not in kind:
         return {"labels": numbers(BATCH, below=2)}
     if "CTC" in kind:
-        labels = numbers(BATCH, 5, below=VOCABULARY - 4)
+        labels = numbers(BATCH, 6, below=VOCABULARY - 4)
         labels[::2, 4:] = -100
         labels[0, 3:] = -100  # microbatches differ in how many there are
         return {"labels": labels}

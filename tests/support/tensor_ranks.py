@@ -11,6 +11,8 @@ from torch._C._distributed_c10d import _register_process_group, _resolve_process
 from smpc.executor.collectives import TensorGroup
 from smpc.nn.parallel import distributed_modules
 
+LIMIT = 300  # seconds; a hang fails the test, and a busy machine does not
+
 
 def tensor_groups(size):
     """The same group of `size` ranks, once for each rank."""
@@ -35,7 +37,7 @@ def _tensor_groups(size):
     def connect(rank):
         options = dist.ProcessGroupGloo._Options()
         options._devices = [dist.ProcessGroupGloo.create_device(hostname="127.0.0.1")]
-        options._timeout = timedelta(seconds=60)
+        options._timeout = timedelta(seconds=LIMIT)
         backend = dist.ProcessGroupGloo(dist.PrefixStore(str(size), store), rank, size, options)
         group = dist.ProcessGroup(dist.PrefixStore(f"{size}-group", store), rank, size)
         group._set_default_backend(dist.ProcessGroup.BackendType.GLOO)
@@ -49,7 +51,7 @@ def _tensor_groups(size):
 def run_ranks(size, work):
     """`work(rank)` on every rank at the same time; the results by rank. The first rank's error is raised."""
     with ThreadPoolExecutor(size) as pool:
-        return [future.result(60) for future in [pool.submit(work, rank) for rank in range(size)]]
+        return [future.result(LIMIT) for future in [pool.submit(work, rank) for rank in range(size)]]
 
 
 def whole_parameters(modules, value=lambda parameter: parameter):

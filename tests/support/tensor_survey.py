@@ -25,7 +25,7 @@ from smpc.codegen.rewrite.opened_attention import open_attention
 from smpc.codegen.rewrite.tensor_parallel.search import choose
 from smpc.compile.experts import find_sharing_plan
 from smpc.errors import SmpcError
-from smpc.recorded import record_modes
+from smpc.recorded_module import record_modes
 from smpc.tensor_parallel import ShardedModule
 
 MICROBATCHES = 2

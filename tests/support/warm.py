@@ -75,11 +75,12 @@ def run(*arguments, timeout, cwd=None, env=None, main=None):
     return subprocess.CompletedProcess(arguments, command.returncode, *texts)
 
 
-def python(script, timeout, env=None):
-    return run(str(script), timeout=timeout, env=env, main=_script)
+def python(script, timeout, env=None, arguments=()):
+    return run(str(script), *arguments, timeout=timeout, env=env, main=_script)
 
 
 def _script(arguments):
+    sys.argv = list(arguments)
     sys.path.insert(0, str(Path(arguments[0]).parent))
     runpy.run_path(arguments[0], run_name="__main__")
     return 0

@@ -30,7 +30,7 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 
-from smpc.tracer.environment.reached import Called, is_trusted
+from smpc.tracer.environment.reachable_values import Called, is_trusted
 from smpc.tracer.environment.state_changes import common_module
 from smpc.tracer.recording.untraceable import UntraceableError
 from smpc.tracer.state.fakes import FakeState

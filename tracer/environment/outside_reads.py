@@ -36,7 +36,7 @@ from multiprocessing.process import BaseProcess
 from types import BuiltinFunctionType, CodeType, FrameType, MappingProxyType
 from typing import Any
 
-from smpc.tracer.environment.reached import is_trusted
+from smpc.tracer.environment.reachable_values import is_trusted
 
 _COUNTING = ("time", "perf_counter", "monotonic", "process_time", "thread_time", "clock_gettime")
 _CLOCKS: tuple[Any, ...] = tuple(

@@ -1,4 +1,4 @@
-"""Notes what a recording's Python reads besides its inputs, while it runs; `smpc.tracer.environment.guarded` keeps it.
+"""Notes what a recording's Python reads besides its inputs, while it runs; `smpc.tracer.environment.environment_guards` keeps it.
 
     attributes of modules   `nn.Module.__getattribute__` is ours for the time of the recording
     globals                 of every function that is called, as its code names them
@@ -27,7 +27,19 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 
-from smpc.tracer.environment.asked import (
+from smpc.tracer.environment.environment_guards import BASES, CLASS, Guard, GuardSource, Names, Question, hook_tables
+from smpc.tracer.environment.fake_identity import Identity, Run, TensorClasses, compares_identity
+from smpc.tracer.environment.outside_reads import (
+    CallHook,
+    OutsideRead,
+    handed_over,
+    is_outside,
+    is_parallel,
+    model_frame,
+    read_of,
+    text_of,
+)
+from smpc.tracer.environment.process_questions import (
     CACHE,
     DECIMAL,
     DEFAULT_DTYPE,
@@ -40,8 +52,22 @@ from smpc.tracer.environment.asked import (
     question_of,
     question_of_cache,
 )
-from smpc.tracer.environment.fake_identity import Identity, Run, TensorClasses, compares_identity
-from smpc.tracer.environment.frozen import (
+from smpc.tracer.environment.reachable_values import (
+    MUTABLE,
+    Called,
+    Reached,
+    global_names,
+    global_values,
+    has_unseen_code,
+    imported_modules,
+    is_looked_into,
+    is_trusted,
+    is_trusted_class,
+    places_in,
+    stored_variables,
+    tables_in,
+)
+from smpc.tracer.environment.value_snapshots import (
     MISSING,
     AnyTensor,
     Contents,
@@ -52,31 +78,6 @@ from smpc.tracer.environment.frozen import (
     Written,
     freeze,
     freeze_tensor,
-)
-from smpc.tracer.environment.guarded import BASES, CLASS, Guard, GuardSource, Names, Question, hook_tables
-from smpc.tracer.environment.outside_reads import (
-    CallHook,
-    OutsideRead,
-    handed_over,
-    is_outside,
-    is_parallel,
-    model_frame,
-    read_of,
-    text_of,
-)
-from smpc.tracer.environment.reached import (
-    MUTABLE,
-    Called,
-    Reached,
-    global_values,
-    has_unseen_code,
-    imported_modules,
-    is_looked_into,
-    is_trusted,
-    is_trusted_class,
-    places_in,
-    stored_variables,
-    tables_in,
 )
 from smpc.tracer.state.fakes import FakeState
 from smpc.tracer.state.python_state import Running, is_generator
@@ -143,7 +144,7 @@ class Reads:
         self._names_of: list[Names] = []  # of the objects and classes that were reached
         self._shadows: dict[int, Names] = {}  # by namespace: globals that would hide what is Python's own
         self._unseen: set[int | None] = {None}  # objects any of whose attributes may count; what is none of an object's
-        self.of_torch: list[ModuleType] = []  # modules of Python, see `smpc.tracer.environment.reached`
+        self.of_torch: list[ModuleType] = []  # modules of Python, see `smpc.tracer.environment.reachable_values`
         self.used: set[str] | None = None  # the names of attributes that count, None if any may; known after `finish`
         self.listed: dict[
             int, nn.Module
@@ -342,9 +343,9 @@ class Reads:
     def _globals_of(self, code: CodeType, namespace: dict[str, Any], context: str) -> None:
         """Notes the globals that a function names, all of them if it asks for their dict, and the modules that it imports."""
         module = str(namespace.get("__name__", ""))
-        own = [name for name in code.co_names if name not in namespace and name in vars(builtins)]
-        self._of_python(own, namespace, module)
-        names = [name for name in code.co_names if name in namespace or name in stored_variables(code)]
+        used = global_names(code)
+        self._of_python([name for name in used if name not in namespace and name in vars(builtins)], namespace, module)
+        names = [name for name in used if name in namespace or name in stored_variables(code)]
         names += global_values(namespace) if "globals" in code.co_names else []
         places = [GuardSource(namespace, name, f"global {name!r} of {module}") for name in dict.fromkeys(names)]
         imported = [
@@ -383,7 +384,7 @@ class Reads:
             free = [(value, self._taken(value)) for value in values]
             self._codes[code] = Called(function.__globals__, free=[free])
             self._globals_of(code, function.__globals__, "")
-            queue += (function.__globals__[name] for name in code.co_names if name in function.__globals__)
+            queue += (function.__globals__[name] for name in global_names(code) if name in function.__globals__)
 
     def _contents(self) -> Contents:
         """The values to keep alive until they are frozen; the model itself holds its modules, parameters and buffers."""

@@ -46,10 +46,10 @@ from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 
 from smpc.errors import TraceError
 from smpc.tracer.constants import Ref
-from smpc.tracer.environment.asked import CACHE
-from smpc.tracer.environment.frozen import Never
-from smpc.tracer.environment.guarded import Guard, shown
-from smpc.tracer.guards import NoAnswerError, is_fixed, values_of
+from smpc.tracer.environment.environment_guards import Guard, shown
+from smpc.tracer.environment.process_questions import CACHE
+from smpc.tracer.environment.value_snapshots import Never
+from smpc.tracer.input_guards import NoAnswerError, is_fixed, values_of
 from smpc.tracer.ir import Node, NodeKind, Trace
 from smpc.tracer.operations.values import SizeAskedError
 from smpc.tracer.recording.untraceable import UntraceableError

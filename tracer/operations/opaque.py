@@ -59,7 +59,7 @@ from smpc.tracer.state.fakes import FakeState
 from smpc.tracer.structure import Structure, flatten
 
 if TYPE_CHECKING:
-    from smpc.tracer.effects.watch import Watch
+    from smpc.tracer.effects.side_effects import Watch
     from smpc.tracer.recording.recorder import Recorder
 
 

@@ -3,8 +3,9 @@
 The result of such a call is, in this order,
 
     1. where only the size of the result depends on values, a tensor of an invented size (`DataSized`);
-    2. an answer from the sample inputs, or from an earlier trace, with a guard (see `smpc.tracer.guards`);
-    3. what it gives with numbers in place of tensors of one element, if these are known.
+    2. what it gives if its checks hold, where it asks no more: the program makes them (see `smpc.tracer.operations.validation`);
+    3. an answer from the sample inputs, or from an earlier trace, with a guard (see `smpc.tracer.input_guards`);
+    4. what it gives with numbers in place of tensors of one element, if these are known.
 
 Otherwise it is an error, and the module around it becomes a leaf (see `smpc.tracer.operations.opaque`).
 
@@ -25,7 +26,7 @@ sizes. A result that is equal at both does not depend on the size (a mean, a los
 data-sized in turn: their node has no spec, so it stays on the stage that makes it, and microbatches may differ in it.
 
 Python that asks for such a size (`chosen.shape[0]`, `for row in chosen`) needs the true one. The recording then starts again, and the call
-that made the tensor is a question about values (see `smpc.tracer.guards`), known by its key.
+that made the tensor is a question about values (see `smpc.tracer.input_guards`), known by its key.
 
 Sizes that depend on parameters are left to a module that is called whole (see `smpc.tracer.operations.opaque`), whose costs are measured:
 the largest size for each expert of a mixture would be all tokens. Only the model's own forward has such sizes, and modules that cannot be
@@ -58,9 +59,10 @@ from smpc.tracer import targets
 from smpc.tracer.constants import references
 from smpc.tracer.effects.differentiation import joined
 from smpc.tracer.effects.torch_calls import tensors_in
-from smpc.tracer.guards import NoAnswerError, is_fixed, origins, written_state
+from smpc.tracer.input_guards import NoAnswerError, is_fixed, origins, written_state
 from smpc.tracer.operations.meter import Meter
-from smpc.tracer.recording.untraceable import UntraceableError
+from smpc.tracer.operations.validation import has_checks, refusal, run_unchecked
+from smpc.tracer.recording.untraceable import UntraceableError, calling_frame
 from smpc.tracer.structure import flatten
 
 if TYPE_CHECKING:
@@ -87,6 +89,17 @@ class Values:
     def call(self, func: Call, args: tuple[Any, ...], kwargs: Mapping[str, Any], error: Exception) -> Any:
         """The result of a call that has failed over fakes. Raises UntraceableError."""
         recorder = self._recorder
+        if message := refusal(func, calling_frame()):
+            name = recorder.known(args[0])
+            if name and not is_fixed(recorder.nodes, (name,)):  # ranks without inputs do the same
+                recorder.add_check(args[0], message)
+                return True
+        if isinstance(error, DataDependentOutputException) and has_checks(func):
+            recorder.begin_call()
+            try:
+                return run_unchecked(func, args, kwargs)
+            except UNTRACEABLE as still:
+                error = still
         sizes = recorder.sizes
         key = sizes.next_key(recorder.place) if isinstance(error, DynamicOutputShapeException) else ""
         try:

@@ -24,13 +24,15 @@ from smpc.tracer.constants import Opaque, Ref, TraceDevice, is_constant, normali
 from smpc.tracer.effects import torch_calls
 from smpc.tracer.effects.differentiation import mark_of
 from smpc.tracer.effects.randomness import HOLD_GENERATOR, ModuleGenerators, generators_of
+from smpc.tracer.effects.side_effects import Watch
 from smpc.tracer.effects.torch_calls import CallModes, dense, running_statistics, tensors_in, version_of
-from smpc.tracer.effects.watch import Watch
 from smpc.tracer.environment.reads import Reads
-from smpc.tracer.guards import Answers, Questions, is_fixed
+from smpc.tracer.input_guards import Answers, Questions, is_fixed
 from smpc.tracer.ir import ModuleCall, Node, NodeKind, TensorSpec, Trace
+from smpc.tracer.layouts import STRIDED_VIEW, strided_view_arguments
 from smpc.tracer.operations.meter import WAY_OUT, DtypeError, Meter, moved_bytes, touched_bytes
 from smpc.tracer.operations.opaque import Probes, WholeCall, fake_of, shape_rule
+from smpc.tracer.operations.validation import REQUIRE, is_assertion
 from smpc.tracer.operations.values import UNTRACEABLE, DataSized, Values, is_ctc, is_packed, run_ctc, run_packed
 from smpc.tracer.patches import is_higher_order, run_higher_order
 from smpc.tracer.recording.nodes import AttributeWrites, Identities, NodeNames, OpenCall, parts_of, short_name
@@ -138,7 +140,10 @@ class Recorder(TorchFunctionMode):
         )
         calls = tuple(call for call in self.calls if call is not None)
         assert len(calls) == len(self.calls), "a module call did not return"
-        calls, nodes = self.writes.marked(calls), tuple(self._settled(node) for node in self.nodes)
+        storages = {node.name: node.storage for node in self.nodes}
+        written = {storages[name]: i for i, node in enumerate(self.nodes) for name in node.mutates}
+        settled = (self._settled(node, written.get(node.storage, 0) > i) for i, node in enumerate(self.nodes))
+        calls, nodes = self.writes.marked(calls), tuple(settled)
         self._values.check()
         return Trace(
             f"{type(self._model).__module__}.{type(self._model).__qualname__}",
@@ -156,8 +161,13 @@ class Recorder(TorchFunctionMode):
             self.watch.overwritten(specs, nodes, outputs),
         )
 
-    def _settled(self, node: Node) -> Node:
-        """The node with the grad flag that its tensor has in the end: `mask[0] = hidden` makes `mask` require grad."""
+    def _settled(self, node: Node, is_written: bool) -> Node:
+        """The node with the grad flag that its tensor has in the end: `mask[0] = hidden` makes `mask` require grad.
+
+        `is_written`: whether a later node writes into its memory, so that no copy can take the place of a view.
+        """
+        if node.target == STRIDED_VIEW and is_written:
+            node = dataclasses.replace(node, args=(*node.args[:-1], False))
         tensor = self._tensors.tensor_of(node.name)
         if tensor is None or node.spec is None or tensor.requires_grad == node.spec.requires_grad:
             return node
@@ -207,8 +217,8 @@ class Recorder(TorchFunctionMode):
         self.watch.note_overwritten([self._tensors.storage(tensor) for tensor in written])
         written += running_statistics(func, args, kwargs)
         unchanged = not results or (isinstance(out, torch.Tensor) and any(out is tensor for tensor, _ in before))
-        if has_effect:
-            written = [args[0]]  # what comes later finds another tensor
+        if has_effect or is_assertion(func):
+            written = [args[0]]  # what comes later finds another tensor, or is not reached
         if unchanged and not written and (mark or getattr(func, "__name__", "") != "__set__"):
             return out  # nothing happened, or `x.to(dtype)` returned x itself
         real = torch_calls.from_array(args, kwargs, out)
@@ -219,9 +229,19 @@ class Recorder(TorchFunctionMode):
             target, args = targets.name_call(func, args)
         except KeyError as error:
             raise self.error(f"a function without a name was called: {error.args[0]}") from error
+        args, kwargs = targets.plain_arguments(func, args, kwargs)
+        if "as_strided" in target:
+            if short_name(target, args) != "as_strided":
+                raise self.error(f"{target} depends on where a tensor is in memory: use as_strided")
+            target, args, kwargs = STRIDED_VIEW, strided_view_arguments(args, kwargs, out), {}
         moved = moved_bytes([tensor for tensor, _ in before], results, bool(written))
         self.add_call(target, self.arguments(target, args, kwargs), out, written, moved)
         return out
+
+    def add_check(self, valid: torch.Tensor, message: str) -> None:
+        """The node that raises an error with this message unless all of `valid` is true."""
+        self.begin_call()
+        self.add_call(REQUIRE, self.arguments(REQUIRE, (valid, message), {}), None, [valid], 0)
 
     def _in_kernel(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """Runs what C++ code calls by itself; only data that it takes into the run is recorded."""

@@ -1,9 +1,9 @@
 """Fake state in a real model: for the time of a trace every parameter and buffer is replaced by a FakeTensor.
 
 Tied parameters (one tensor under several names) share one fake, so the trace sees that they are tied. Lists of parameters that a
-module keeps beside its own (`nn.LSTM._flat_weights`) are replaced too. Tensors that modules hold as plain attributes stay as they
-are; their paths are indexed so that the trace can name them. Values that the run itself writes into modules (a table of cosines
-kept for the next call, a counter, a rebound buffer) are removed with the rest: no fake is left behind.
+module keeps beside its own (`nn.LSTM._flat_weights`) are replaced too, and weak references to them. Tensors that modules hold as plain
+attributes stay as they are; their paths are indexed so that the trace can name them. Values that the run itself writes into modules (a
+table of cosines kept for the next call, a counter, a rebound buffer) are removed with the rest: no fake is left behind.
 
 `overlaps`, `alike`: parameters, buffers and tensor attributes of a model that share memory.
 
@@ -17,6 +17,7 @@ as the weights of an LSTM made contiguous, have nothing to do with each other, a
 from __future__ import annotations
 
 import copy
+import weakref
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -204,6 +205,8 @@ def _swap_attributes(prefix: str, module: nn.Module, state: FakeState) -> None:
         else:
             continue
         for key, item in list(items):
+            if type(item) is weakref.ref and id(item()) in state.by_original and not isinstance(value, tuple):
+                value[key] = weakref.ref(state.by_original[id(item())])  # nn.LSTM keeps such, too
             if not isinstance(item, torch.Tensor):
                 continue
             if id(item) not in state.names:

@@ -33,7 +33,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from smpc.tracer.environment.reached import is_looked_into, slots_of
+from smpc.tracer.environment.reachable_values import is_looked_into, slots_of
 
 _MOST = 200_000  # values that are looked at
 _LONGEST = 10_000  # of the containers that are looked into

@@ -1,4 +1,7 @@
-"""Parameters and buffers that a trace uses, and buffers that it writes: their values are where the first program used them."""
+"""Parameters and buffers that a trace uses, and buffers that it writes: their values are where the first program used them.
+
+`other_forms`: buffers that it leaves in another shape or type, for which the next call would need another program.
+"""
 
 from __future__ import annotations
 
@@ -45,6 +48,23 @@ class StateUse:
     ) -> dict[str, tuple[int, ...]]:
         """The state use of a plan, `now`, merged with the `known` one: unused state stays where it is."""
         return {name: ranks for name, ranks in now.items() if name in self.used or name not in known}
+
+
+def other_forms(trace: Trace) -> tuple[str, ...]:
+    """For people, each buffer that forward binds to a tensor of another shape or type than it found, and where that is computed."""
+    known = {name: state for state in trace.state if not state.is_parameter for name in state.names}
+    last = {node.target: trace.node(node.args[0].name) for node in trace.nodes if node.kind is NodeKind.SET_ATTR}
+    found = []
+    for name, value in last.items():
+        before, after = known[name].spec if name in known else None, value.spec
+        if before is None or after is None or (before.shape, before.dtype) == (after.shape, after.dtype):
+            continue
+        module = trace.calls[value.call].fqn
+        found.append(
+            f"{name}: {before} before the call, {after} after it ({value.source or 'unknown line'} in "
+            f"{f'module {module}' if module else 'the model'})"
+        )
+    return tuple(found)
 
 
 def moved_buffer(

@@ -178,7 +178,8 @@ def share_sequence(
     inputs = _sequence_inputs(trace, plan)
     layout = plan.layout
     if layout == AUTO:
-        layout = ZIGZAG if any(is_causal(node) for node in trace.nodes) else CONTIGUOUS
+        fits_zigzag = not _uncut(trace, inputs, 2 * degree, plan)
+        layout = ZIGZAG if fits_zigzag and any(is_causal(node) for node in trace.nodes) else CONTIGUOUS
     _check_lengths(trace, inputs, degree, layout, plan)
     facts = Facts(
         trace,
@@ -273,17 +274,9 @@ def _sequence_inputs(trace: Trace, plan: ContextPlan) -> Mapping[str, Dims]:
 
 
 def _check_lengths(trace: Trace, inputs: Mapping[str, Dims], degree: int, layout: str, plan: ContextPlan) -> None:
-    """ConfigError if a sequence cannot be cut: of the inputs that the plan names, otherwise of token ids, [batch, sequence]."""
+    """ConfigError if a sequence cannot be cut."""
     pieces = 2 * degree if layout == ZIGZAG else degree
-    named = {name for name, _ in plan.dims}
-    wrong = []
-    for node in trace.nodes:
-        if node.kind is not NodeKind.PLACEHOLDER or node.spec is None:
-            continue
-        is_tokens = len(node.spec.shape) == 2 and node.spec.dtype in ("int64", "int32")
-        if node.target in named or (is_tokens and not named):
-            sizes = [(dim, node.spec.shape[dim]) for dim in sorted(inputs[node.name])]
-            wrong += [f"{node.target} has {size} in dimension {dim}" for dim, size in sizes if size % pieces]
+    wrong = _uncut(trace, inputs, pieces, plan)
     if wrong:
         why = (
             f"{degree} context-parallel ranks with two pieces each (layout 'zigzag')"
@@ -294,6 +287,20 @@ def _check_lengths(trace: Trace, inputs: Mapping[str, Dims], degree: int, layout
             f"expected sequences of a length that {pieces} divides, for {why}; found: {'; '.join(wrong)}; pad them"
             + (", or use the layout 'contiguous'" if layout == ZIGZAG else "")
         )
+
+
+def _uncut(trace: Trace, inputs: Mapping[str, Dims], pieces: int, plan: ContextPlan) -> list[str]:
+    """Sequences that cannot be cut in so many pieces: of the inputs that the plan names, otherwise of token ids, [batch, sequence]."""
+    named = {name for name, _ in plan.dims}
+    wrong = []
+    for node in trace.nodes:
+        if node.kind is not NodeKind.PLACEHOLDER or node.spec is None:
+            continue
+        is_tokens = len(node.spec.shape) == 2 and node.spec.dtype in ("int64", "int32")
+        if node.target in named or (is_tokens and not named):
+            sizes = [(dim, node.spec.shape[dim]) for dim in sorted(inputs[node.name])]
+            wrong += [f"{node.target} has {size} in dimension {dim}" for dim, size in sizes if size % pieces]
+    return wrong
 
 
 def _whole_operations(facts: Facts, sequence: SequenceDims, choice: ShardingChoice) -> tuple[Whole, ...]:

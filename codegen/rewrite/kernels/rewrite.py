@@ -31,11 +31,11 @@ from dataclasses import dataclass
 
 from smpc.codegen.rewrite.kernels.check import Checker
 from smpc.codegen.rewrite.kernels.graph import GUARD, OUTPUT, Graph, Refusal, Replacement, Rewrite
-from smpc.codegen.rewrite.kernels.measure import Measurer
 from smpc.codegen.rewrite.kernels.patterns import bias_dropout_add, flash_attention, rotary
 from smpc.codegen.rewrite.kernels.patterns.activations import BIAS_GELU, SWIGLU
 from smpc.codegen.rewrite.kernels.patterns.cross_entropy import CROSS_ENTROPY, LINEAR_CROSS_ENTROPY
 from smpc.codegen.rewrite.kernels.patterns.norms import ADD_NORM, LAYER_NORM, RMS_NORM
+from smpc.codegen.rewrite.kernels.replacement_nodes import Measurer
 from smpc.errors import ConfigError
 from smpc.kernels.setting import OPERATIONS, KernelUse, faults_of, wanted
 from smpc.tracer.constants import Opaque, Ref

@@ -47,7 +47,20 @@ def experts(facts: Facts, node: Node) -> Iterator[Strategy]:
             if len(own) > len(layouts):
                 layouts |= {"gate_up_proj_bias": Layout.sharded(1, blocks), "down_proj_bias": PARTIAL}
             state = tuple((own[name].name, layout) for name, layout in layouts.items())
-            yield Strategy((BROADCAST,) * len(node.inputs), PARTIAL, state)
+            yield Strategy((BROADCAST,) * len(node.inputs), PARTIAL, state, whole_bytes=_row_bytes(facts, node))
+
+
+def _row_bytes(facts: Facts, node: Node) -> int:
+    """Bytes of one row for each token and each of its experts, as experts of which a rank has slices get and return them; 0: not known."""
+    out = facts.spec(node.name)
+    chosen = [
+        spec
+        for name in node.inputs
+        if (spec := facts.spec(name)) is not None and not spec.torch_dtype.is_floating_point
+    ]
+    if out is None or len(chosen) != 1:
+        return 0
+    return chosen[0].num_elements * out.num_bytes // max(1, out.num_elements) * out.shape[-1]
 
 
 Counts = Mapping[str, tuple[str, ...]]  # by the name of a module, the attributes that count experts

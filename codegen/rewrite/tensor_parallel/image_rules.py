@@ -44,8 +44,10 @@ _MAXIMA = tuple(f"max_pool{n}d" for n in (1, 2, 3))
 
 def in_groups(facts: Facts, node: Node, strategy: Strategy) -> Node:
     """The node with as many groups as a rank has."""
-    place, name = _GROUPS.get(short_name(node.target), (0, ""))
-    groups = argument(node, place, name, 1) if name else 1
+    if short_name(node.target) not in _GROUPS:
+        return node
+    place, name = _GROUPS[short_name(node.target)]
+    groups = argument(node, place, name, 1)
     if groups % facts.degree or strategy.output.kind is not Kind.SHARDED or strategy.output.dim != 1:
         return node
     if len(node.args) > place:

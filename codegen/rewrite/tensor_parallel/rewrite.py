@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.autograd.graph import saved_tensors_hooks
 
 from smpc.codegen.rewrite.tensor_parallel.layouts import (
     BROADCAST,
@@ -53,6 +54,7 @@ def group_attribute(axis: str) -> str:
 
 
 GROUP = group_attribute(TENSOR)
+_RESHAPING = {"torch.Tensor.view": "torch.Tensor.reshape", "torch.Tensor.view_as": "torch.Tensor.reshape_as"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,7 +163,10 @@ class _Writer:
     nodes: list[Node] = field(default_factory=list)
     storages: list[int] = field(default_factory=list)
     outputs: frozenset[int] = frozenset()  # storages behind values; others are what operations keep for themselves
-    storage_of: dict[str, int] = field(default_factory=dict)  # of the nodes put in
+    storage_of: dict[str, int] = field(default_factory=dict)  # of the nodes put in, and of views of them
+    of_state: frozenset[int] = (
+        frozenset()
+    )  # storages of parameters and buffers, which no node lists among those that it keeps
     own: dict[str, Layout] = field(default_factory=dict)  # value -> layout in which it is computed
     made: dict[tuple[str, Layout], str] = field(default_factory=dict)  # (value, layout) -> node that has it
     specs: dict[str, TensorSpec] = field(default_factory=dict)  # local
@@ -171,6 +176,7 @@ class _Writer:
     summands: Mapping[str, str] = field(
         default_factory=dict
     )  # reads of parameters in `ShardedTrace.summed`, with those names
+    written: set[int] = field(init=False)  # storages
     fakes: dict[str, Any] = field(default_factory=dict)
     results: dict[str, Any] = field(default_factory=dict)  # of calls on fakes, by all that they depend on
     mode: FakeTensorMode = field(default_factory=lambda: FakeTensorMode(allow_non_fake_inputs=True))
@@ -179,8 +185,10 @@ class _Writer:
         self.strategies, self.parameters = dict(self.choice.by_node), dict(self.choice.by_parameter)
         self.storages = list(self.trace.storages)
         self.outputs = frozenset(node.storage for node in self.trace.nodes)
+        self.of_state = frozenset(state.storage for state in self.trace.state)
         self.taken = dict.fromkeys(node.name for node in self.trace.nodes)
         self.summands = self._find_summands() if self.sums_later else {}
+        self.written = {self.trace.node(name).storage for node in self.trace.nodes for name in node.mutates}
 
     def _find_summands(self) -> dict[str, str]:
         """The reads of parameters that every use takes with a gradient that is a summand, and the parameters' names."""
@@ -270,8 +278,10 @@ class _Writer:
             (key, map_references(value, lambda name: Ref(names.get(name, name)))) for key, value in local.kwargs
         )
         mutates = tuple(names.get(name, name) for name in local.mutates)
-        saved = self._saved(node, names, strategy)
-        local = dataclasses.replace(local, args=args, kwargs=kwargs, mutates=mutates, saved=saved)
+        local = dataclasses.replace(
+            local, args=args, kwargs=kwargs, mutates=mutates, storage=self._storage(node, names)
+        )
+        local = dataclasses.replace(local, saved=self._saved(node, local, names, strategy))
         written = self._with_layout(local, strategy.output)
         if strategy.sent:
             self._note_inside(node, strategy)
@@ -280,15 +290,55 @@ class _Writer:
             return dataclasses.replace(written, target=f"{TENSOR_OPS}.draw_apart", args=args)
         return written
 
-    def _saved(self, node: Node, names: Mapping[str, str], strategy: Strategy) -> tuple[int, ...]:
+    def _storage(self, node: Node, names: Mapping[str, str]) -> int:
+        """The memory of its result: that of a converted input, where it is a view of it."""
+        moved = self._moved(names)
+        if node.storage in moved:
+            self.storage_of[node.name] = moved[node.storage]
+        return moved.get(node.storage, node.storage)
+
+    def _moved(self, names: Mapping[str, str]) -> dict[int, int]:
+        """Memory of inputs as recorded -> that of what a rank has in their place, where it is another."""
+        found = ((self.trace.node(name).storage, self.storage_of.get(new, -1)) for name, new in names.items())
+        return {old: new for old, new in found if old >= 0 and new not in (-1, old)}
+
+    def _saved(self, node: Node, local: Node, names: Mapping[str, str], strategy: Strategy) -> tuple[int, ...]:
         """The tensors that autograd keeps: converted inputs in place of the original values, and smaller results of this node."""
-        moved = {
-            self.trace.node(name).storage: self.storage_of[new] for name, new in names.items() if new in self.storage_of
-        }
+        moved = self._moved(names)
         for storage in node.saved:
-            if storage not in self.outputs and strategy.divides_work:
+            is_whole = self.trace.storages[storage] == strategy.whole_bytes
+            if storage not in self.outputs and strategy.divides_work and not is_whole:
                 self.storages[storage] //= self.choice.degree
-        return tuple(moved.get(storage, storage) for storage in node.saved)
+        state = [name for name in names.values() if self.storage_of.get(name, -1) in self._copies(moved)]
+        kept = [self.storage_of[name] for name in state if self._keeps(local, name)]
+        return tuple(dict.fromkeys((*(moved.get(storage, storage) for storage in node.saved), *kept)))
+
+    def _copies(self, moved: Mapping[int, int]) -> set[int]:
+        """Of these, the memory of what was made of parameters and buffers: gathered ones, say."""
+        return {new for old, new in moved.items() if old in self.of_state}
+
+    def _keeps(self, node: Node, name: str) -> bool:
+        """Whether autograd keeps the input `name` of a node: seen in a run on fake tensors. Of what is no function of torch: no."""
+        if node.target.startswith(TENSOR_OPS) or node.kind is NodeKind.CALL_MODULE:
+            return False
+        seen: list[int] = []
+
+        def note(tensor: torch.Tensor) -> torch.Tensor:
+            seen.append(tensor.untyped_storage()._cdata)
+            return tensor
+
+        try:
+            with self.mode, torch.set_grad_enabled(node.grad_enabled), saved_tensors_hooks(note, lambda tensor: tensor):
+                values = {each: self._leaf(each) for each in node.inputs}
+                evaluate(node, values, torch.device("cpu"))
+        except Exception:  # an operation that fake tensors cannot do
+            return False
+        return values[name].untyped_storage()._cdata in seen
+
+    def _leaf(self, name: str) -> Any:
+        """A fake of a value, with a gradient if it has one."""
+        fake = self._fake(name)
+        return fake.detach().requires_grad_(self.specs[name].requires_grad) if isinstance(fake, torch.Tensor) else fake
 
     def _note_inside(self, node: Node, strategy: Strategy) -> None:
         """The collectives that an operation makes itself."""
@@ -311,6 +361,7 @@ class _Writer:
 
     def _with_layout(self, node: Node, layout: Layout) -> Node:
         """The node with the spec, and the work, that it has on a rank."""
+        node = self._viewable(node)
         strategy = self.strategies.get(node.name)
         self.made[node.name, layout], self.own[node.name] = node.name, layout
         if node.spec is None or (layout.kind is not Kind.SHARDED and not (strategy and strategy.divides_work)):
@@ -326,12 +377,29 @@ class _Writer:
             found = self._check(node, shape)
             spec = dataclasses.replace(node.spec, shape=shape, stride=found)
         self.specs[node.name] = spec
-        if layout.kind is Kind.SHARDED and node.storage >= 0 and not self._is_alias(node):
+        is_recorded = 0 <= node.storage < len(self.trace.storages)
+        if layout.kind is Kind.SHARDED and is_recorded and not self._is_alias(node):
             self.storages[node.storage] = self.trace.storages[node.storage] // self.choice.degree
         divided = self.choice.degree if node.kind is not NodeKind.GET_ATTR else 1
         return dataclasses.replace(
             node, spec=spec, flops=node.flops // divided, bytes_moved=node.bytes_moved // divided
         )
+
+    def _viewable(self, node: Node) -> Node:
+        """`reshape` in place of a view of what has other strides on a rank, unless somebody writes into this memory.
+
+        A trace has no `contiguous` where the whole value was contiguous: attention on slices may give its result in another order.
+        """
+        is_known = all(name in self.specs for name in node.inputs)
+        if node.target not in _RESHAPING or node.storage in self.written or not is_known:
+            return node
+        values = {name: self._fake(name) for name in node.inputs}
+        try:
+            with self.mode, torch.no_grad():
+                evaluate(node, values, torch.device("cpu"))
+        except (RuntimeError, ValueError):
+            return dataclasses.replace(node, target=_RESHAPING[node.target])
+        return node
 
     def _is_alias(self, node: Node) -> bool:
         return any(

@@ -39,7 +39,8 @@ class Strategy:
     a rank sends in each of the collectives inside the operation, forward and backward. `way`: the operation of
     `smpc.executor.tensor_ops` that does it on slices, where that is not the operation itself; of a module called whole, the argument by
     which it is told of how many slices one is. `experts`: of a module in which ranks have whole experts, the names of those with experts
-    ("": itself), and the attributes that count these in each.
+    ("": itself), and the attributes that count these in each. `whole_bytes`: of what an operation that divides its work keeps, what has
+    this size is whole on every rank.
     """
 
     inputs: tuple[Layout, ...]
@@ -49,6 +50,7 @@ class Strategy:
     sent_back: tuple[int, ...] = ()
     way: str = ""
     experts: tuple[tuple[str, tuple[str, ...]], ...] = ()
+    whole_bytes: int = 0
 
     @property
     def divides_work(self) -> bool:

@@ -8,7 +8,7 @@ ranks, all work at once, as in training, and then send each other messages (`wir
 """
 
 from smpc.calibration.device_toml import to_toml
-from smpc.calibration.measure import calibrate
+from smpc.calibration.measure_device import calibrate
 from smpc.calibration.ranks import Ranks
 
 __all__ = ["Ranks", "calibrate", "to_toml"]

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch
 
-from smpc.calibration.measure import calibrate
+from smpc.calibration.measure_device import calibrate
 from smpc.calibration.ranks import Ranks
 from smpc.errors import ConfigError
 from smpc.partitioner.costs.device import Curve, Device, Wire

@@ -1,12 +1,12 @@
 """Checkpoints: whole or not there, verified, and loadable on any topology. See docs/checkpoints.md."""
 
-from smpc.checkpoint.background import BackgroundSaver
+from smpc.checkpoint.async_save import BackgroundSaver
 from smpc.checkpoint.channel import Alone, Channel, GroupChannel, StoreChannel, together
 from smpc.checkpoint.convert import open_source, write_checkpoint
 from smpc.checkpoint.distributed import write_distributed
 from smpc.checkpoint.folder.files import read_file, write_file
 from smpc.checkpoint.folder.folders import Root
-from smpc.checkpoint.format.content import Content, Shard
+from smpc.checkpoint.format.draft_content import Content, Shard
 from smpc.checkpoint.format.regions import Box
 from smpc.checkpoint.load import Loaded, check, load, verify_source
 from smpc.checkpoint.modules import load_modules, module_content, shard_of

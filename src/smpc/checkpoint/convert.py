@@ -18,14 +18,14 @@ import torch
 from smpc.checkpoint.channel import Alone
 from smpc.checkpoint.distributed import METADATA, DistributedSource
 from smpc.checkpoint.folder.folders import Root, is_checkpoint, is_share
-from smpc.checkpoint.format.content import Advance, Content, Shard
+from smpc.checkpoint.format.draft_content import Advance, Content, Shard
 from smpc.checkpoint.format.manifest import NAME
-from smpc.checkpoint.format.regular import is_file
+from smpc.checkpoint.format.regular_file import is_file
 from smpc.checkpoint.format.tensorfile import is_tensorfile
 from smpc.checkpoint.save import save
+from smpc.checkpoint.sources.conversion_sources import CheckpointSource, LegacySource, SafetensorsSource, Source
 from smpc.checkpoint.sources.export import shard_of
 from smpc.checkpoint.sources.renamed_source import TIED
-from smpc.checkpoint.sources.sources import CheckpointSource, LegacySource, SafetensorsSource, Source
 from smpc.errors import CheckpointError
 
 

@@ -10,7 +10,7 @@ have the kind "model". An optimizer's state is written and read in the form of t
                                                                                    metadata["optimizer"]["param_groups"]
 
 A Trainer's folder, with {"state": {"model": {...}, "optimizers": {class: {"state": ...}}}, "rng": ...}, is read as such a dict, too; for
-where its groups are see `smpc.checkpoint.sources.sources`.
+where its groups are see `smpc.checkpoint.sources.conversion_sources`.
 Extra state of modules comes as `metadata["extra_state"]`, other values that are no tensors as
 `metadata["torch.distributed.checkpoint"]`, by key.
 
@@ -33,16 +33,16 @@ import torch
 from torch import Tensor
 
 from smpc.checkpoint.folder.files import load_tensors
-from smpc.checkpoint.format.content import VALUES, Advance
+from smpc.checkpoint.format.draft_content import VALUES, Advance
 from smpc.checkpoint.format.dtypes import num_bytes
 from smpc.checkpoint.format.plain_json import flatten, rebuild
 from smpc.checkpoint.format.regions import Box, find_gap
-from smpc.checkpoint.format.regular import open_regular, printable
+from smpc.checkpoint.format.regular_file import open_regular, printable
 from smpc.checkpoint.modules import OPTIMIZER, SEPARATOR
+from smpc.checkpoint.sources.conversion_sources import Source, SourceItem, groups_of
 from smpc.checkpoint.sources.distributed_metadata import Described, Stored, read_metadata
 from smpc.checkpoint.sources.export import new_export_path
 from smpc.checkpoint.sources.renamed_source import with_tied
-from smpc.checkpoint.sources.sources import Source, SourceItem, groups_of
 from smpc.errors import CheckpointError
 
 METADATA = ".metadata"

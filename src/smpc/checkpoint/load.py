@@ -21,10 +21,10 @@ from functools import partial
 from typing import Any
 
 from smpc.checkpoint.channel import Channel, together
-from smpc.checkpoint.format.content import Advance, Shard
-from smpc.checkpoint.format.regular import printable
+from smpc.checkpoint.format.draft_content import Advance, Shard
+from smpc.checkpoint.format.regular_file import printable
 from smpc.checkpoint.reader import Checkpoint, verify
-from smpc.checkpoint.sources.sources import Source, damaged_of
+from smpc.checkpoint.sources.conversion_sources import Source, damaged_of
 from smpc.errors import CheckpointError
 
 Key = tuple[str, str]

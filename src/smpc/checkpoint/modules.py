@@ -32,6 +32,7 @@ have no values yet, and are refused.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -41,9 +42,9 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from torch.optim import Optimizer
 
 from smpc.checkpoint.channel import Channel, together
-from smpc.checkpoint.format.content import Content, Shard
+from smpc.checkpoint.format.draft_content import Content, Shard
 from smpc.checkpoint.format.manifest import Entry
-from smpc.checkpoint.format.regular import printable
+from smpc.checkpoint.format.regular_file import printable
 from smpc.checkpoint.load import Loaded, load
 from smpc.checkpoint.reader import Checkpoint
 from smpc.checkpoint.rng import capture_rng
@@ -93,7 +94,10 @@ def module_content(
 ) -> Content:
     """This rank's content for saving a model and its optimizer; views, not copies. It includes this rank's random state."""
     named, own_masters = _named_tensors(model), _named_masters(model, masters)
-    found = [shard_of(MODEL, name, tensor) for name, tensor in named.items()]
+    found: list[Shard | None] = []
+    for name, tensor in named.items():
+        shard = shard_of(MODEL, name, tensor)
+        found.append(shard and replace(shard, varies=not isinstance(tensor, nn.Parameter)))
     found += [shard_of(OPTIMIZER, _master_key(name), master) for name, master in own_masters.items()]
     described: dict[str, Any] = {
         **(metadata or {}),

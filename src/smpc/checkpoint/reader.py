@@ -23,12 +23,12 @@ import torch
 from torch import Tensor
 
 from smpc.checkpoint.folder.folders import check_whole
-from smpc.checkpoint.format.content import VALUES, Advance, Shard
+from smpc.checkpoint.format.draft_content import VALUES, Advance, Shard
 from smpc.checkpoint.format.dtypes import byte_view, num_bytes
 from smpc.checkpoint.format.manifest import Entry, Manifest, ManifestPiece
 from smpc.checkpoint.format.plain_json import rebuild
 from smpc.checkpoint.format.regions import Box
-from smpc.checkpoint.format.regular import open_regular, printable, read_regular
+from smpc.checkpoint.format.regular_file import open_regular, printable, read_regular
 from smpc.errors import CheckpointError
 
 

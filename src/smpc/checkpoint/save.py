@@ -19,12 +19,12 @@ import os
 import pickle
 import warnings
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from smpc.checkpoint.channel import Channel, together
 from smpc.checkpoint.folder.folders import Draft, Root, check_keep, write_new
-from smpc.checkpoint.format.content import VALUES, Advance, Content, Shard
+from smpc.checkpoint.format.draft_content import VALUES, Advance, Content, Shard
 from smpc.checkpoint.format.dtypes import dtype_name, dtype_of, num_bytes
 from smpc.checkpoint.format.manifest import (
     BLOCK_SIZE,
@@ -37,7 +37,7 @@ from smpc.checkpoint.format.manifest import (
 )
 from smpc.checkpoint.format.plain_json import flatten
 from smpc.checkpoint.format.regions import Box, find_gap
-from smpc.checkpoint.format.regular import printable
+from smpc.checkpoint.format.regular_file import printable
 from smpc.checkpoint.format.tensorfile import write_tensors
 from smpc.errors import CheckpointError
 
@@ -122,7 +122,8 @@ class Saving:
             self._draft = self._root.begin(self._tag, force=self._force)
             folder = self._draft.path
         described = [(s.kind, s.name, dtype_name(s.dtype), s.shape, s.global_shape, s.offsets) for s in self._held]
-        return {"tag": self._tag, "folder": folder, "shards": described}
+        varying = [(s.kind, s.name) for s in self._held if s.varies]
+        return {"tag": self._tag, "folder": folder, "shards": described, "varying": varying}
 
     def _divide(self, answers: Sequence[Any]) -> None:
         tags = sorted({answer["tag"] for answer in answers})
@@ -130,7 +131,8 @@ class Saving:
             raise CheckpointError(f"tag: expected the same on every rank, found {', '.join(tags)}")
         held = [[_described_to_save(values) for values in answer["shards"]] for answer in answers]
         _check_shards(held)
-        self._survey = choose_writers(held)
+        varying = {(kind, name) for answer in answers for kind, name in answer["varying"]}
+        self._survey = choose_writers(held, varying)
         own = dict(zip(held[self._channel.rank], self._held, strict=True))
         self.share = [own[described] for described in self._survey[self._channel.rank]]
         self._held = []
@@ -213,15 +215,20 @@ class Saving:
             self._draft = None
 
 
-def choose_writers(held: Sequence[Sequence[Described]]) -> list[list[Described]]:
+def choose_writers(
+    held: Sequence[Sequence[Described]], varying: Collection[tuple[str, str]] = ()
+) -> list[list[Described]]:
     """The shards that each rank writes, from the shards that each holds: every shard once, balanced by bytes. The same on every rank.
 
-    Shards with one holder have no choice; the others follow, the largest first, each to the holder with the fewest bytes.
+    `varying`: kind and name of tensors that the first rank that holds them writes. They, and shards with one holder, have no choice; the
+    others follow, the largest first, each to the holder with the fewest bytes.
     """
     holders: dict[Described, list[int]] = {}
     for rank, shards in enumerate(held):
         for described in shards:
-            holders.setdefault(described, []).append(rank)
+            ranks = holders.setdefault(described, [])
+            if not ranks or described[:2] not in varying:
+                ranks.append(rank)
     load = [0] * len(held)
     chosen: dict[Described, int] = {}
     order = sorted(holders.items(), key=lambda item: (len(item[1]) > 1, -_bytes_to_save(item[0]), item[0]))

@@ -28,7 +28,7 @@ from torch import Tensor
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
-from smpc.checkpoint.format.content import Shard
+from smpc.checkpoint.format.draft_content import Shard
 from smpc.errors import CheckpointError
 
 _PACKAGE = "torch.distributed.checkpoint."

@@ -133,7 +133,7 @@ def _exit_status(arguments: Sequence[str] | None) -> int:
 def _rare_collections() -> Iterator[None]:
     """Fewer searches for garbage: importing torch and transformers makes objects that stay, and a sixth of the time went there."""
     before = gc.get_threshold()
-    gc.set_threshold(100_000, 20, 20)
+    gc.set_threshold(1_000_000, 20, 20)
     try:
         yield
     finally:

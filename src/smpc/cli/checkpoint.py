@@ -23,7 +23,7 @@ from smpc.errors import CheckpointError, ConfigError
 if TYPE_CHECKING:
     from smpc.checkpoint.folder.folders import Root
     from smpc.checkpoint.reader import Checkpoint
-    from smpc.checkpoint.sources.sources import Source
+    from smpc.checkpoint.sources.conversion_sources import Source
     from smpc.report.tables import TextTable
 
 checkpoint_app = typer.Typer(
@@ -388,7 +388,7 @@ class _Described:
     """The placeholder for a tensor of a tree, which is not read only to be shown."""
 
     def __init__(self, checkpoint: Checkpoint, name: str) -> None:
-        from smpc.checkpoint.format.content import VALUES
+        from smpc.checkpoint.format.draft_content import VALUES
 
         entry = checkpoint.entries.get((VALUES, name))
         self._text = (
@@ -436,7 +436,7 @@ def _source_json(source: Source) -> dict[str, Any]:
 
 
 def _checkpoint_of(source: Source) -> Checkpoint | None:
-    from smpc.checkpoint.sources.sources import CheckpointSource
+    from smpc.checkpoint.sources.conversion_sources import CheckpointSource
 
     return source.checkpoint if isinstance(source, CheckpointSource) else None
 
@@ -469,7 +469,7 @@ def _as_hugging_face(source: Source, model_type: str) -> Source:
 
 def _copied_texts(paths: list[str]) -> dict[str, str]:
     """The texts of the files of `--copy`, by name."""
-    from smpc.checkpoint.format.regular import is_file
+    from smpc.checkpoint.format.regular_file import is_file
 
     texts = {}
     for path in paths:

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from smpc.cli import compile_options as opt
-from smpc.cli.target import InputSpec, check_forms, check_target, load_target, parse_inputs
+from smpc.cli.model_target import InputSpec, check_forms, check_target, load_target, parse_inputs
 from smpc.cli.terminal import Show, clear_lines, progress
 from smpc.cli.verify import verify_programs
 from smpc.compile.keys import CompilationKeys

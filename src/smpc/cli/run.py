@@ -150,7 +150,7 @@ TraceSteps = Annotated[
         metavar="FIRST:LAST",
         rich_help_panel=_OBSERVE,
         show_default=False,
-        help="The steps that --trace and --report look at, from 0; 5:8 is 5, 6 and 7. 2:5 by default, 2:102 without --trace.",
+        help="The steps that --trace and --report look at, from 0; 5:8 is 5, 6 and 7 (memory in 4). 2:5 by default, 2:102 without --trace.",
     ),
 ]
 NumNodes = Annotated[

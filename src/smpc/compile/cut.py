@@ -15,10 +15,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from smpc.codegen.offload import resident, split_uses
+from smpc.codegen.buffers import messages_by_action
+from smpc.codegen.offload import action_uses, resident
 from smpc.codegen.program import Channel, Schedule, peaks
 from smpc.codegen.schedules.named import SCHEDULES, Choice
 from smpc.codegen.simulate import Costs, Transfer, chain
+from smpc.codegen.split import plan_channels
 from smpc.compile.options import PipelineOptions
 from smpc.compile.result import Compilation, Traced
 from smpc.config.numbers import at_least
@@ -30,7 +32,7 @@ from smpc.partitioner.graph.plan import HostLink, Plan, ScheduleSummary
 from smpc.partitioner.heterogeneous import on_devices, solve_mixed
 from smpc.partitioner.keep_assignment import fits, follow
 from smpc.partitioner.manual import assign_manually
-from smpc.partitioner.memory.deferred import SplitUse
+from smpc.partitioner.memory.deferred import ActionUse
 from smpc.partitioner.memory.peak import Resident
 from smpc.partitioner.solve import check_peaks, plan_from_assignment, rank_peaks, solve_partition, with_note
 from smpc.tracer.ir import Trace
@@ -96,16 +98,18 @@ class Cut:
     def schedule(self, plan: Plan, channels: Sequence[Channel]) -> tuple[Plan, Schedule]:
         """The schedule for the times of the stages; of `list`, with the memory for the microbatches that it has in flight.
 
-        The cut was made before there were times, for balanced stages. Where that memory breaks a limit, the plan stays as it is.
+        The cut was made before there were times, for balanced stages, and messages. Where that memory breaks a limit, the plan stays as
+        it is.
         """
         if self.choice.name != "list":
-            return plan, schedule_of(plan, channels)
+            schedule = schedule_of(plan, channels)
+            return self._with_messages(plan, schedule, channels), schedule
         links = [Transfer.of(channel) for channel in channels]
         schedule = self.order or self.choice.build(links, Costs.of_plan(plan))
-        in_flight = peaks(schedule, len(plan.stages))
-        if in_flight == tuple(stage.num_in_flight for stage in plan.stages):
+        in_flight, actions = peaks(schedule, len(plan.stages)), action_uses(schedule, len(plan.stages))
+        if actions is None and in_flight == tuple(stage.num_in_flight for stage in plan.stages):
             return plan, schedule
-        found = _with_memory_of(plan, self._assigned(dict(plan.assignment), in_flight, prove=False))
+        found = _with_memory_of(plan, self._assigned(dict(plan.assignment), in_flight, False, actions))
         if self.order is not None:
             return found, schedule
         try:
@@ -113,6 +117,20 @@ class Cut:
         except PartitionError:
             return plan, schedule_of(plan, channels)
         return found, schedule
+
+    def _with_messages(self, plan: Plan, schedule: Schedule, channels: Sequence[Channel]) -> Plan:
+        """The plan with the memory of messages of ranks with several stages, counted along their programs."""
+        num_ranks = len(set(self.choice.placement))
+        if not self._model.holds_sent or self._actions is None or num_ranks == len(plan.stages) or self._models:
+            return plan
+        messages = messages_by_action(schedule, tuple(channels), num_ranks)
+        in_flight, actions = peaks(schedule, len(plan.stages)), action_uses(schedule, len(plan.stages), messages)
+        found = _with_memory_of(plan, self._assigned(dict(plan.assignment), in_flight, False, actions))
+        try:
+            check_peaks(found, self.options.rank_limits)
+        except PartitionError as error:  # limits are kept by the solvers' count, which has no order of messages
+            return with_note(plan, f"with the messages between the stages of a rank counted one by one: {error}")
+        return found
 
     @cached_property
     def _model(self) -> CostModel:
@@ -123,9 +141,22 @@ class Cut:
         if self.traced.apart is not None:
             names, optimizer = self.traced.apart
             model = dataclasses.replace(model, apart=names, optimizer_apart=optimizer)
+        units = self.traced.units if self._runs_as_it_is else None
+        traced = self.traced
+        model = dataclasses.replace(
+            model, sends_batch=traced.sends_batch, casts_inputs=traced.casts_inputs, units=units
+        )
         return (
             dataclasses.replace(model, device=f"{model.device}, times measured") if self.traced.is_measured else model
         )
+
+    @property
+    def _runs_as_it_is(self) -> bool:
+        """Whether no program runs, and blocks gather the parameters that are in parts: scripts without a pipeline."""
+        traced = self.traced
+        shares = traced.sharded is not None or traced.context is not None
+        has_program = traced.sends_batch or shares or len(self.choice.placement) > 1
+        return self.options.num_shards > 1 and not has_program
 
     @cached_property
     def _models(self) -> list[CostModel]:
@@ -137,7 +168,14 @@ class Cut:
         """The plan with the best cut. If no weight is asked for: the fastest that fits the device, or where none does, balanced memory."""
         options = self.options
         if options.memory_weight is not None or self._models or options.limit_bytes is not None:
-            return self._weighted(options.memory_weight or 0.0, options.limit_bytes, prove)
+            weight = options.memory_weight or 0.0
+            try:
+                return self._weighted(weight, options.limit_bytes, prove)
+            except MemoryLimitError:
+                plan = self._ordered_within_limit(weight, prove)
+                if plan is None:
+                    raise
+                return plan
         room = options.devices[0].memory_bytes
         if (least := self._least_peak(room)) > _HOPELESS * room:
             return self._balanced(least, prove)
@@ -150,6 +188,14 @@ class Cut:
             return with_note(self._weighted(0.0, room, prove), f"{needs}: this is the fastest found that fits")
         except MemoryLimitError as error:
             return self._balanced(error.least_bytes, prove)
+
+    def _ordered_within_limit(self, memory_weight: float, prove: bool) -> Plan | None:
+        """Of `list`, the cut without a limit, if the order of its actions keeps the limit: stages of a rank are not fullest at once."""
+        if self.choice.name != "list" or self._models or self.options.limit_bytes is None:
+            return None
+        free = self._weighted(memory_weight, None, prove)
+        found, _ = self.schedule(free, plan_channels(self.traced.trace, free))
+        return free if max(rank_peaks(found).values()) <= self.options.limit_bytes else None
 
     def _least_peak(self, room: int) -> int:
         """The least memory of a contiguous cut, if none is within the room; else 0. No proof of the fastest plan is needed to know it."""
@@ -167,6 +213,10 @@ class Cut:
         """The plan with the best cut at a weight of memory, within a limit if there is one."""
         options, placement, models = self.options, self.choice.placement, self._models
         limits = [options.rank_limits[rank] for rank in placement] if models else ()
+        if (
+            memory_limit is not None and self._runs_as_it_is
+        ):  # there is one plan, and solvers take its parameters to be whole
+            return _within(self._weighted(memory_weight, None, prove), memory_limit)
         says_fewest = prove and not models and memory_limit == options.limit_bytes
 
         def solve(speeds: tuple[float, ...] = ()) -> Plan:
@@ -184,14 +234,20 @@ class Cut:
                 prove=prove,
                 recompute=options.recompute,
                 resident=self._resident,
-                split=self._split,
+                actions=self._actions,
                 speeds=speeds,
                 limits=limits,
             )
 
         return solve_mixed(self.traced.trace, models, solve) if models else solve()
 
-    def _assigned(self, stages: Mapping[str, int], in_flight: Sequence[int], prove: bool) -> Plan:
+    def _assigned(
+        self,
+        stages: Mapping[str, int],
+        in_flight: Sequence[int],
+        prove: bool,
+        actions: tuple[ActionUse, ...] | None = None,
+    ) -> Plan:
         """The plan with these stages of the modules, and so many microbatches in flight on each."""
         return plan_from_assignment(
             self.traced.trace,
@@ -206,7 +262,7 @@ class Cut:
             recompute=self.options.recompute,
             resident=self._resident,
             prove=prove,
-            split=self._split,
+            actions=self._actions if actions is None else actions,
         )
 
     @property
@@ -230,11 +286,17 @@ class Cut:
         return resident(self._typical, num_stages, self.options.activation_loading_horizon)
 
     @cached_property
-    def _split(self) -> tuple[SplitUse, ...] | None:
-        """By stage, what there is beside the two parts of its backwards; None if they have one."""
-        if self.choice.name in SCHEDULES or self.choice.name == "list":
+    def _actions(self) -> tuple[ActionUse, ...] | None:
+        """By stage, what there is beside its actions; None if no backward has two parts, and no rank several stages.
+
+        Of `list`, whose actions depend on the cut, they are known later: see `schedule`.
+        """
+        choice, num_stages = self.choice, len(self.choice.placement)
+        if choice.name == "list":
             return None
-        return split_uses(self._typical, len(self.choice.placement))
+        if choice.name in SCHEDULES and len(set(choice.placement)) == num_stages:
+            return None
+        return action_uses(self._typical, num_stages)
 
     @cached_property
     def _typical(self) -> Schedule:
@@ -249,6 +311,18 @@ def schedule_of(plan: Plan, channels: Sequence[Channel]) -> Schedule:
     choice = Choice(summary.name, placement, summary.num_microbatches, summary.active_microbatches)
     in_flight = [stage.num_in_flight for stage in plan.stages]
     return choice.build([Transfer.of(channel) for channel in channels], Costs.of_plan(plan), in_flight)
+
+
+def _within(plan: Plan, limit: int) -> Plan:
+    """The plan of one rank. MemoryLimitError if it breaks the limit."""
+    peak = max(rank_peaks(plan).values())
+    if peak > limit:
+        raise MemoryLimitError(
+            f"no plan fits into {at_least(limit)}: the least memory is {at_least(peak)}; raise memory_limit, use more ranks, or make "
+            "microbatches smaller",
+            peak,
+        )
+    return plan
 
 
 def _host_link(devices: Sequence[Device]) -> HostLink:
@@ -277,6 +351,7 @@ def _with_memory_of(plan: Plan, other: Plan) -> Plan:
     names = (
         "num_in_flight",
         "peak_memory_bytes",
+        "activation_bytes_per_microbatch",
         "communication_bytes",
         "transient_bytes",
         "offloaded_bytes_per_microbatch",

@@ -115,20 +115,28 @@ class PipelineOptions(CompilationKeys):
     @property
     def cost_model(self) -> CostModel:
         """What nodes and messages cost on the device, and parameters with the optimizer."""
-        optimizer, replicas = find_optimizer(self.optimizer), self.data_parallel_degree
-        shards = replicas if self.fully_shard else self.sharded_data_parallel_degree
+        optimizer, shards = find_optimizer(self.optimizer), self.num_shards
         in_parts = optimizer.fully_sharded(shards) if shards > 1 else None
-        return self._cost_models(in_parts or optimizer.replicated(replicas, self.shard_optimizer_state))[0]
+        return self._cost_models(in_parts or optimizer.replicated(self.num_holders, self.shard_optimizer_state))[0]
+
+    @property
+    def num_holders(self) -> int:
+        """Ranks that run a stage with the same parameters: replicas, and the ranks of each that share its sequences."""
+        return self.data_parallel_degree * self.context_parallel_degree
+
+    @property
+    def num_shards(self) -> int:
+        """Ranks that have parts of one copy of the parameters; 1: each has all of them."""
+        shards = self.sharded_data_parallel_degree
+        return self.num_holders if self.fully_shard else shards * self.context_parallel_degree if shards > 1 else 1
 
     @property
     def expert_optimizer(self) -> Optimizer:
         """What it keeps of experts: fewer ranks hold the same ones, and divide them further if they divide parameters."""
-        optimizer, context = find_optimizer(self.optimizer), self.context_parallel_degree
-        shards = self.data_parallel_degree if self.fully_shard else self.sharded_data_parallel_degree
-        holders = self.data_parallel_degree * context // self.expert_parallel_degree
-        if shards > 1:
-            return optimizer.fully_sharded(max(1, shards * context // self.expert_parallel_degree))
-        return optimizer.replicated(holders, self.shard_optimizer_state)
+        optimizer, degree = find_optimizer(self.optimizer), self.expert_parallel_degree
+        if self.num_shards > 1:
+            return optimizer.in_parts_on(max(1, self.num_shards // degree))
+        return optimizer.replicated(self.num_holders // degree, self.shard_optimizer_state)
 
     @property
     def expert_group(self) -> Group:

@@ -55,6 +55,7 @@ from smpc.sample_inputs import Inputs, as_inputs, first_microbatch
 from smpc.tracer.attempt import Request
 from smpc.tracer.ir import Trace
 from smpc.tracer.record import record_guarded
+from smpc.tracer.state.state_use import other_forms
 from smpc.tracer.targets import TENSOR_OPS
 
 ShowPhase = Callable[[str], object]
@@ -140,6 +141,7 @@ def compile_batch(
     request, experts = Request(*inputs), _experts_of(model, options)
     recording = record_guarded(model, request, options.leaf_modules)
     if inside := recorded_inside(recording.trace, experts):
+        _check_block_is_part(inside, experts)
         recording = record_guarded(model, request, (*options.leaf_modules, *inside))
     if options.tensor_parallel_degree > 1 or options.context_parallel_degree > 1:
         show("Choosing layouts")
@@ -171,6 +173,16 @@ def _experts_of(model: nn.Module, options: PipelineOptions) -> tuple[Experts, ..
     from smpc.compile.experts import experts_to_divide  # and what trains them, which takes a second
 
     return experts_to_divide(model, options.expert_parallel_degree)
+
+
+def _check_block_is_part(blocks: Sequence[str], experts: Sequence[Experts]) -> None:
+    """ConfigError for experts that the model's own forward calls: what calls experts is called whole, but not the model itself."""
+    names = [found.name for found in experts if not found.module]
+    if "" in blocks:
+        raise ConfigError(
+            f"expert_parallel_degree: expected experts that a part of the model calls, found that the model's own forward calls "
+            f"{', '.join(names)}; put them and their router in a module of their own (without a pipeline, scripts may leave them there)"
+        )
 
 
 def rewrite_trace(
@@ -377,7 +389,9 @@ def _lower(
 
 
 def _check_turns(planned: Planned) -> None:
-    """PartitionError if a microbatch would overwrite what the backward of another one, still to come, needs."""
+    """PartitionError if a microbatch would overwrite what the backward of another one, still to come, needs, or if stages would leave a
+    buffer for which the next microbatch needs another program.
+    """
     num_microbatches, overwritten = planned.plan.schedule.num_microbatches, planned.trace.overwritten
     if num_microbatches > 1 and overwritten:
         rows = [
@@ -386,4 +400,10 @@ def _check_turns(planned: Planned) -> None:
         raise PartitionError(
             f"expected a forward that leaves alone what a backward needs, as {num_microbatches} microbatches are under way at a time, "
             f"found {'; '.join(rows)}; have forward read a copy (.clone()), or use one microbatch"
+        )
+    if len(planned.plan.stages) > 1 and (changed := other_forms(planned.trace)):
+        raise PartitionError(
+            f"expected buffers to keep their shapes and types, as all microbatches and ranks of a pipeline run one program, found "
+            f"{'; '.join(changed)}; give them their last shape and type before the first step, or hold in an attribute that is no buffer "
+            "what depends on sizes alone"
         )

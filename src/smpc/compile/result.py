@@ -20,11 +20,12 @@ from smpc.codegen.rewrite.context_parallel.rewrite import ContextTrace
 from smpc.codegen.rewrite.expert_parallel import ExpertTrace
 from smpc.codegen.rewrite.tensor_parallel.rewrite import ShardedTrace
 from smpc.codegen.simulate import Timeline, simulate_plan, timeline_text
+from smpc.config.keep import MOST_PARAMETERS, SMALL_PARAMETERS
 from smpc.kernels.setting import KernelUse
 from smpc.partitioner.costs.cost import NodeTimes
 from smpc.partitioner.costs.optimizers import Optimizer
 from smpc.partitioner.graph.plan import Plan
-from smpc.tracer.environment.guarded import Environment
+from smpc.tracer.environment.environment_guards import Environment
 from smpc.tracer.ir import Trace
 
 
@@ -44,6 +45,9 @@ class Traced:
     apart: tuple[frozenset[str], Optimizer] | None = (
         None  # experts that were divided before recording, by name, and what the optimizer keeps of them
     )
+    sends_batch: bool = False  # in a script: see `smpc.partitioner.costs.cost`
+    casts_inputs: bool = False  # in a script
+    units: tuple[int, int] = (SMALL_PARAMETERS, MOST_PARAMETERS)  # without a program, what blocks in parts go by
 
 
 @dataclass(frozen=True)

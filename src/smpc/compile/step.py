@@ -96,7 +96,7 @@ class StepSurroundings:
 
 def sharding_of(options: PipelineOptions) -> Sharding:
     """What the replicas of these options split."""
-    if options.data_parallel_degree == 1:
+    if options.num_holders == 1:
         return Sharding.NONE
     if options.fully_shard:
         return Sharding.FULL

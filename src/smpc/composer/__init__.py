@@ -15,7 +15,7 @@ All it does is public in the parts: `smpc.dist`, `smpc.fsdp`. `smpc.composer.uti
 
 from smpc.composer.duration import Timestamp
 from smpc.composer.model import ComposerModel
-from smpc.composer.state import State
+from smpc.composer.run_state import State
 from smpc.composer.trainer import Trainer
 
 __all__ = ["ComposerModel", "State", "Timestamp", "Trainer"]

@@ -15,14 +15,14 @@ from torch.utils.data.distributed import DistributedSampler
 
 from smpc import dist
 from smpc.checkpoint.torch_format.places import is_url, place_of
+from smpc.composer.checkpoint_readers import find_checkpoint
 from smpc.composer.duration import Duration
 from smpc.composer.model import ComposerModel
-from smpc.composer.readers import find_checkpoint
 from smpc.composer.saving import named
 from smpc.errors import CheckpointError, ConfigError, ConfigTypeError, ConfigUnsupportedError
 from smpc.fsdp import FSDPConfig, TensorConfig, translate
 from smpc.fsdp.meshes import check_name as check_group
-from smpc.fsdp.tensor import check_beside, data_sizes
+from smpc.fsdp.tensor_slices import check_beside, data_sizes
 
 PRECISIONS = ("fp32", "amp_fp16", "amp_bf16")
 SYNC_STRATEGIES = ("single_auto_sync", "multi_auto_sync", "forced_sync")

@@ -36,9 +36,9 @@ from smpc.checkpoint.rng import capture_rng, restore_rng
 from smpc.checkpoint.torch_format.places import is_url
 from smpc.checkpoint.torch_format.writer import TorchFormatWriter
 from smpc.composer import storage
+from smpc.composer.checkpoint_readers import ANY, Reader
 from smpc.composer.duration import Timestamp
-from smpc.composer.readers import ANY, Reader
-from smpc.composer.state import State
+from smpc.composer.run_state import State
 from smpc.composer.storage import decoded, encodable, encoded
 from smpc.errors import CheckpointError
 from smpc.sharding.tensors import local, sharded_like, whole

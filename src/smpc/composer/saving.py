@@ -15,8 +15,8 @@ from torch.distributed.checkpoint.planner import SavePlanner
 from smpc import dist
 from smpc.composer import checkpoint, storage
 from smpc.composer.duration import Duration, Timestamp
-from smpc.composer.state import State
-from smpc.dist.place import known_local_size
+from smpc.composer.run_state import State
+from smpc.dist.rank_and_size import known_local_size
 from smpc.errors import ConfigError, UsageError
 
 _DIGITS = re.compile(r"(0?[0-9]{1,2}d?|d)?")

@@ -31,6 +31,7 @@ from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
 from typing import Any
 
+from smpc.config.keep import MOST_PARAMETERS, SMALL_PARAMETERS
 from smpc.config.key import Key, key, restated
 from smpc.config.numbers import MAX_BYTES, MAX_COUNT, MAX_LOCAL_RANKS, MAX_RANKS, MAX_SECONDS, MAX_SEED, shown
 from smpc.config.planner import PlannerKeys
@@ -183,13 +184,13 @@ class Config(PlannerKeys):
         no_effect="the gradients of a block are one bucket",
     )
     sdp_param_persistence_threshold: int = key(
-        1_000_000,
+        SMALL_PARAMETERS,
         "Blocks whose parameters all have fewer elements are gathered once in a step, and stay whole until its end",
         minimum=0,
         limit=MAX_BYTES,
     )
     sdp_max_live_parameters: int = key(
-        1_000_000_000,
+        MOST_PARAMETERS,
         "Most elements of gathered parameters at a time: where a rank's model has more, blocks let go of theirs after each use",
         minimum=1,
         limit=MAX_BYTES,

@@ -15,7 +15,7 @@ UsageError and a RuntimeError, and names `initialize_dist`. Nothing waits longer
 """
 
 from smpc.dist.collectives import all_gather, all_gather_object, all_reduce, barrier, broadcast, broadcast_object_list
-from smpc.dist.place import (
+from smpc.dist.rank_and_size import (
     get_global_rank,
     get_local_rank,
     get_local_world_size,
@@ -25,7 +25,7 @@ from smpc.dist.place import (
     is_initialized,
 )
 from smpc.dist.sampling import get_sampler
-from smpc.dist.start import initialize_dist
+from smpc.dist.process_groups import initialize_dist
 from smpc.dist.waiting import (
     busy_wait_for_local_rank_zero,
     get_node_signal_file_name,

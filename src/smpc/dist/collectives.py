@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, distributed
 from torch.distributed import ProcessGroup, ReduceOp
 
-from smpc.dist.place import get_world_size, is_initialized
+from smpc.dist.rank_and_size import get_world_size, is_initialized
 from smpc.errors import ConfigError, ConfigTypeError, GroupError, UsageError
 
 _OPERATIONS = {

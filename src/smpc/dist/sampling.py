@@ -12,7 +12,7 @@ from typing import cast
 from torch.utils.data import Dataset
 from torch.utils.data.distributed import DistributedSampler
 
-from smpc.dist.place import get_global_rank, get_world_size
+from smpc.dist.rank_and_size import get_global_rank, get_world_size
 
 _PLACES: list[tuple[int, int]] = []  # of this rank, in the sessions that there are: which of how many parts of the data
 

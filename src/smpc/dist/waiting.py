@@ -18,8 +18,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
 from smpc.dist.collectives import all_gather_object, has_others
-from smpc.dist.place import get_global_rank, get_local_rank, get_node_rank
-from smpc.dist.start import checked_seconds
+from smpc.dist.rank_and_size import get_global_rank, get_local_rank, get_node_rank
+from smpc.dist.process_groups import checked_seconds
 from smpc.errors import PeerError, TransportError, UsageError
 
 _POLL_SECONDS = 0.1

@@ -5,9 +5,11 @@ Two forms are found:
     stacked    a module whose parameters share a leading dimension E, one of them with three dimensions or more, and whose forward takes
                hidden states [.., H], the experts of each token [.., k] and their weights [.., k]; `smpc.experts.confirm` runs it on
                invented values to see that it computes what that means
-    listed     E modules of one class, with parameters of the same names and shapes, in a ModuleList or ModuleDict (or a subclass) beside
-               a router: a parameter of two dimensions, one of which is E. The block is the module whose forward calls them: the
-               container, if it has a forward of its own, else the module that holds it
+    listed     E modules of one class, with parameters of the same names and shapes, a matrix among them, in a ModuleList or ModuleDict
+               (or a subclass) beside a router: a parameter of two dimensions, one of which is E. It belongs to the module that holds the
+               list, or to a part of that without experts of its own: a list of routers, too, but no list of layers with tensors of more
+               dimensions. The block is the module whose forward calls the experts: the container, if it has a forward of its own, else
+               the module that holds it
 
 Experts inside of experts are found once, as the inner ones. What a user registers (`register_experts`) is taken as it is.
 """
@@ -156,6 +158,10 @@ def _listed_experts(
     shapes = {_shape_of(member) for member in members.values()}
     if len(members) < 2 or len({id(m) for m in members.values()}) < len(members) or len(shapes) != 1:
         return None
+    if not any(parameter.dim() > 1 for parameter in next(iter(members.values())).parameters()):
+        return None  # norms, one for each layer
+    if any(type(member).forward is nn.Module.forward for member in members.values()):
+        return None  # lists of modules, which the model calls one by one
     parent = model.get_submodule(name.rpartition(".")[0])
     has_forward = type(container).forward is not nn.Module.forward
     if isinstance(parent, nn.Sequential | nn.ModuleList | nn.ModuleDict) and not has_forward:
@@ -183,5 +189,9 @@ def _router_sizes(parent: nn.Module, container: nn.Module) -> set[int]:
 
 
 def _outside_of_expert_structure(parent: nn.Module, container: nn.Module) -> Iterator[nn.Parameter]:
-    inside = {id(parameter) for parameter in container.parameters()}
-    return (parameter for parameter in parent.parameters() if id(parameter) not in inside)
+    """The parameters beside experts: of what holds them and of its parts, but for parts with experts of their own and lists of layers."""
+    yield from parent.parameters(recurse=False)
+    for part in parent.children():
+        is_layers = isinstance(part, nn.ModuleList | nn.ModuleDict) and any(p.dim() > 2 for p in part.parameters())
+        if part is not container and not is_layers and not _holds_experts(part):
+            yield from part.parameters()

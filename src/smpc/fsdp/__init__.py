@@ -13,9 +13,9 @@ zero         the same out of a DeepSpeed configuration, which is only read
 """
 
 from smpc.fsdp.config import FSDPConfig, MixedPrecision
-from smpc.fsdp.groups import partition
+from smpc.fsdp.named_groups import partition
 from smpc.fsdp.prepare import Prepared, prepare
-from smpc.fsdp.tensor import TensorConfig
+from smpc.fsdp.tensor_slices import TensorConfig
 from smpc.fsdp.wrapping import units_of
 from smpc.fsdp.zero import ZeroPlan, translate
 

@@ -22,10 +22,10 @@ from torch import distributed
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from smpc import dist
-from smpc.dist.place import known_local_size
+from smpc.dist.rank_and_size import known_local_size
 from smpc.errors import ConfigError, ConfigUnsupportedError
-from smpc.fsdp.groups import among_slices, joined, partition
-from smpc.fsdp.tensor import AXIS
+from smpc.fsdp.named_groups import among_slices, joined, partition
+from smpc.fsdp.tensor_slices import AXIS
 
 Groups = tuple[tuple[int, ...], ...]
 

@@ -31,7 +31,7 @@ from smpc.errors import ConfigError, ConfigTypeError, ConfigUnsupportedError
 from smpc.fsdp.buffers import CastBuffers, cast_buffers
 from smpc.fsdp.config import FSDPConfig, MixedPrecision
 from smpc.fsdp.meshes import MeshesOver, key_of, meshes_of, over_all
-from smpc.fsdp.tensor import AXIS, TensorConfig, check_beside, data_sizes
+from smpc.fsdp.tensor_slices import AXIS, TensorConfig, check_beside, data_sizes
 from smpc.fsdp.values import ValuesBeforeSlicing
 from smpc.fsdp.wrapping import Wrapped, recomputed, units_of
 from smpc.sharding import Keep, ShardingOptions, Unit, shard

@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from smpc.errors import ConfigUnsupportedError
-from smpc.fsdp.tensor import AXIS, TensorConfig, slice_layers
+from smpc.fsdp.tensor_slices import AXIS, TensorConfig, slice_layers
 from smpc.sharding import exchange
 from smpc.sharding.shard import Incoming
 from smpc.sharding.tensors import local, own_part_of_sharded

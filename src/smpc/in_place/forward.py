@@ -21,12 +21,12 @@ from smpc.errors import CodegenError, TraceError
 from smpc.in_place.skeleton import Whole, skeleton, trained_parameters
 from smpc.in_place.view import InstalledView, Root, install
 from smpc.in_place.wrappers import is_wrapped, own_modules
-from smpc.recorded import OPTIONS, outputs_of
+from smpc.recorded_module import OPTIONS, outputs_of
 from smpc.tracer.attempt import Request
-from smpc.tracer.environment.aliased import moved
-from smpc.tracer.environment.guarded import Environment
+from smpc.tracer.environment.environment_guards import Environment
 from smpc.tracer.environment.memory_words import DictVersions
-from smpc.tracer.guards import broken_guard
+from smpc.tracer.environment.object_identity import moved
+from smpc.tracer.input_guards import broken_guard
 from smpc.tracer.ir import Trace
 from smpc.tracer.record import record_guarded
 from smpc.tracer.recording.untraceable import hook_of

@@ -135,7 +135,10 @@ class PipelineTrainer(Trainer):  # type: ignore[misc]
             found = tuple(_detached_in_trainer(inputs.get(name)) for name in names)
             labels = found[0] if len(found) == 1 else found
         if ignore_keys is None:
-            ignore_keys = list(getattr(self.model.config, "keys_to_ignore_at_inference", ["past_key_values"]))
+            config = getattr(self.model, "config", None)  # as the Trainer does, which trains plain modules too
+            ignore_keys = (
+                [] if config is None else list(getattr(config, "keys_to_ignore_at_inference", ["past_key_values"]))
+            )
         num_items = self.get_batch_samples(iter([inputs]), 1, self.args.device)[1] if has_loss else None
         step, share = self._cut(inputs, num_items, _predict_in_trainer, _predict_whole)
         with torch.no_grad():

@@ -192,12 +192,14 @@ class Observer:
         self._steps: list[StepRecord] = []
         self._peak_bytes: int | None = None
         self._counts = False  # memory, in this step
+        self._counter: LiveBytes | None = None  # of that step, for the optimizer's, which knows of no buckets by itself
 
     @property
     def is_idle(self) -> bool:
         """Whether the coming step is not observed; steps are counted anyway."""
         window = self._window
-        return not self._callbacks and (window is None or not window.first - 1 <= self._num_steps < window.last)
+        is_wanted = window is not None and (self._num_steps in window or self._num_steps == window.memory_step)
+        return not self._callbacks and not is_wanted
 
     @property
     def record(self) -> RankRecord:
@@ -211,12 +213,16 @@ class Observer:
         return handle
 
     def observe(self, num_steps: int) -> None:
-        """Keep the spans of the next `num_steps` steps after the one that comes now, in which memory is measured."""
+        """Keep the spans of the next `num_steps` steps after the one that comes now, in which memory is measured.
+
+        The first step of all is passed over: the optimizer has no state in it yet.
+        """
         if num_steps < 1:
             raise ConfigError(f"observe: expected at least 1 step, found {num_steps}")
         self._steps.clear()
         self._peak_bytes = None
-        self._window = Window(self._num_steps + 1, self._num_steps + 1 + num_steps)
+        first = max(self._num_steps + 1, 2)
+        self._window = Window(first, first + num_steps)
 
     @contextlib.contextmanager
     def step(self, inputs: Iterable[Tensor] = ()) -> Iterator[Watch]:
@@ -237,8 +243,8 @@ class Observer:
                 self._num_steps += 1
             return
         window = self._window
-        keeps = window is not None and self._num_steps in window
-        self._counts = counts = window is not None and self._num_steps == window.first - 1
+        self._counts = counts = window is not None and self._num_steps == window.memory_step
+        keeps = window is not None and self._num_steps in window and not counts
         watch = self._watch = Watch(self._recorder if keeps or self._callbacks else None, is_wanted=True)
         start = time.monotonic_ns()
         try:
@@ -288,16 +294,21 @@ class Observer:
         """Around the optimizer's step, whose memory counts for the step before it."""
         if not self._counts or self._watch is not None or self._device.type != "cpu":
             return contextlib.nullcontext()
-        return self._memory(True, ())
+        return self._memory(True, (), self._counter)
 
     @contextlib.contextmanager
-    def _memory(self, counts: bool, inputs: Iterable[Tensor]) -> Iterator[None]:
+    def _memory(self, counts: bool, inputs: Iterable[Tensor], counter: LiveBytes | None = None) -> Iterator[None]:
         if counts and self._device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self._device)
         if not counts or self._device.type != "cpu":
             yield
             return
-        held = (tensor for holder in self.holders for tensor in holder())
-        with LiveBytes((*held, *inputs)) as counter:
+        held = [*(tensor for holder in self.holders for tensor in holder()), *inputs]
+        if counter is None:
+            self._counter = counter = LiveBytes(held)
+        else:
+            counter.go_on(held)
+        del held
+        with counter:
             yield
         self._peak_bytes = max(self._peak_bytes or 0, counter.peak)

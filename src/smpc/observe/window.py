@@ -29,6 +29,15 @@ class Window:
         if not 0 <= self.first < self.last <= MAX_COUNT:
             raise ConfigError(f"steps: expected FIRST:LAST with 0 <= FIRST < LAST, found {self.first}:{self.last}")
 
+    @property
+    def memory_step(self) -> int | None:
+        """The step in which memory is measured, whose times are not kept: the one before, but never the first of all, in which the
+        optimizer has no state. So of 1:5 it is 1, and times are of 2 to 4. None: of 0:5, and where it would be the only step.
+        """
+        if self.first == 1:
+            return 1 if self.last > 2 else None
+        return self.first - 1 if self.first else None
+
     def __contains__(self, step: int) -> bool:
         return self.first <= step < self.last
 

@@ -10,9 +10,8 @@ at the end of its backward; what the deferred part reads stays until that has ru
       +--------------------------> time
           F0  F1  B0  F2  B1  B2
 
-Its highest point is the peak of the plan if the schedule ever holds as many microbatches as the plan says (it does). For a rank with
-several stages, working memory is counted for each: an upper bound, since only one works at a time. If activations are offloaded, each
-microbatch counts with the average of the microbatches in flight on the device.
+Its highest point is the peak of the rank in the plan: `static` is what that has beyond the most that microbatches hold. If activations are
+offloaded, each microbatch counts with the average of the microbatches in flight on the device.
 
 A peak before all gradients exist has less than all of them: `gradients_at_peak`. So nothing is ever less than none.
 """
@@ -52,7 +51,8 @@ class MemoryCurve:
 
 def resident_bytes(stage: Stage) -> int:
     """A stage's memory independent of microbatches: its peak without activations."""
-    return stage.peak_memory_bytes - (stage.in_flight_bytes or stage.num_in_flight * microbatch_bytes(stage))
+    in_flight = stage.in_flight_bytes
+    return stage.peak_memory_bytes - (stage.num_in_flight * microbatch_bytes(stage) if in_flight is None else in_flight)
 
 
 def microbatch_bytes(stage: Stage) -> int:
@@ -90,10 +90,9 @@ def memory_curves(plan: Plan, timeline: Timeline) -> tuple[MemoryCurve, ...]:
 def _memory_curve(plan: Plan, timeline: Timeline, rank: int) -> MemoryCurve:
     """A rank's memory over the step."""
     stages = [stage for stage in plan.stages if stage.rank == rank]
-    static = sum(map(resident_bytes, stages))
     split = split_backwards(event.action for event in timeline.events)
-    points = [(0.0, static)]
-    held = static
+    points = [(0.0, 0)]
+    held = 0
     for event in timeline.events:  # windows of one rank are consecutive
         if event.rank != rank:
             continue
@@ -110,6 +109,7 @@ def _memory_curve(plan: Plan, timeline: Timeline, rank: int) -> MemoryCurve:
         if held > points[-1][1] and time - points[-1][0] <= _INSTANT * timeline.makespan:
             points.pop()  # a dip of no length: freed as more was allocated
         points.append((time, held))
+    static = sum(stage.peak_memory_bytes for stage in stages) - max(held for _, held in points)
     parts = []
     left = static
     # If the peak comes before all gradients exist, the rest of the peak counts as the existing gradients.
@@ -121,4 +121,6 @@ def _memory_curve(plan: Plan, timeline: Timeline, rank: int) -> MemoryCurve:
         parts.append(min(wanted, left))
         left -= parts[-1]
     parameters, optimizer, gradients = parts
-    return MemoryCurve(rank, parameters, gradients, optimizer, left, tuple(points))
+    return MemoryCurve(
+        rank, parameters, gradients, optimizer, left, tuple((time, static + held) for time, held in points)
+    )

@@ -17,7 +17,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator
 
-from smpc.codegen.offload import split_uses
+from smpc.codegen.offload import action_uses
 from smpc.codegen.schedules.named import Choice, choose
 from smpc.codegen.simulate import Costs, Timeline, Transfer, chain, simulate_step
 from smpc.config.numbers import MAX_MICROBATCHES, shown
@@ -88,17 +88,25 @@ def predict(
 
 def _with_in_flight(plan: Plan, choice: Choice) -> Iterator[Stage]:
     """The stages with the microbatches in flight of another schedule."""
-    number = len(plan.stages)
+    number, own = len(plan.stages), plan.schedule
+    if (choice.name, choice.num_microbatches, choice.active_microbatches) == (
+        own.name,
+        own.num_microbatches,
+        own.active_microbatches,
+    ):
+        yield from plan.stages
+        return
     uses = None
-    if any(stage.deferred_bytes_per_microbatch for stage in plan.stages):
-        uses = split_uses(choice.build(chain(number), Costs.uniform(number)), number)
+    if any(stage.in_flight_bytes is not None for stage in plan.stages):
+        uses = action_uses(choice.build(chain(number), Costs.uniform(number)), number)
     for stage, count in zip(plan.stages, choice.in_flight, strict=True):
         deferred = stage.deferred_bytes_per_microbatch if uses is not None else 0
-        in_flight = 0 if uses is None else uses[stage.index].in_flight(microbatch_bytes(stage), deferred)
+        in_flight = None if uses is None else uses[stage.index].in_flight(microbatch_bytes(stage), deferred)
+        held = count * microbatch_bytes(stage) if in_flight is None else in_flight
         yield dataclasses.replace(
             stage,
             num_in_flight=count,
-            peak_memory_bytes=resident_bytes(stage) + (in_flight or count * microbatch_bytes(stage)),
+            peak_memory_bytes=resident_bytes(stage) + held,
             deferred_bytes_per_microbatch=deferred,
             in_flight_bytes=in_flight,
         )

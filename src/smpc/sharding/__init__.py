@@ -21,7 +21,18 @@ parameter is then a slice, and its parts are parts of the slice. A unit may have
 Without steps, a sharded model is trained as any model of `fully_shard`: every backward averages its gradients.
 """
 
-from smpc.sharding.shard import Keep, Sharded, ShardingOptions, Unit, exchange, shard
+from smpc.config.keep import Keep
+from smpc.sharding.shard import Sharded, ShardingOptions, Unit, exchange, shard, undivided
 from smpc.sharding.units import find_units, units_of_classes
 
-__all__ = ["Keep", "Sharded", "ShardingOptions", "Unit", "exchange", "find_units", "shard", "units_of_classes"]
+__all__ = [
+    "Keep",
+    "Sharded",
+    "ShardingOptions",
+    "Unit",
+    "exchange",
+    "find_units",
+    "shard",
+    "undivided",
+    "units_of_classes",
+]

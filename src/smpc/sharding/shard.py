@@ -35,19 +35,23 @@ A tensor of its own for each would be two now and then: a communication thread m
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections import OrderedDict
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
-from enum import StrEnum
 from typing import Any, cast
 
 import torch
 from torch import Tensor, distributed, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_map_only
 
+from smpc.config.keep import Keep
 from smpc.errors import ConfigUnsupportedError
+from smpc.sharding.containers import keep_containers
 from smpc.sharding.tensors import local, own_part_of_sharded
 from smpc.sharding.wide_gradients import is_wide, keep_wide, widen
 
@@ -79,14 +83,6 @@ class Incoming:
         if self._room is None:
             self._room = torch.empty(self._num_bytes, dtype=torch.uint8, device=self._device)
         return self._room[: own.nbytes].view(own.dtype).view(own.shape)
-
-
-class Keep(StrEnum):
-    """How long whole parameters stay: see the module's docstring."""
-
-    NEVER = "never"
-    MICROBATCH = "microbatch"
-    STEP = "step"
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,11 +194,11 @@ def shard(
     All ranks must have equal parameters, unless `source` names the rank whose parameters all get; the others' may then be on meta.
     `units`: names as from `find_units`, inner before outer; "" is the model, and comes last whether it is named or not. `ignored`
     parameters stay whole, and their gradients are not averaged. Raises ConfigUnsupportedError for units whose parameters that train
-    have several dtypes, and for parameters that are not contiguous.
+    have several dtypes, and for parameters that are not contiguous or have no dimension.
     """
     known = {unit.name: unit for unit in (u if isinstance(u, Unit) else Unit(u) for u in units)}
     ordered = [*(unit for unit in known.values() if unit.name), known.get("", Unit(""))]
-    _check_parameters(root, [unit.name for unit in ordered])
+    _check_parameters(root, [unit.name for unit in ordered], ignored)
     before = dict(root.named_parameters(remove_duplicate=False))
     found, taken = Sharded(root, options), set[nn.Parameter]()  # what belongs to units that come before
     for unit in ordered:
@@ -219,6 +215,7 @@ def shard(
             offload_policy=_offload_shards(mesh.device_type) if options.offload else OffloadPolicy(),
             ignored_params={*ignored, *taken} or None,
         )
+        keep_containers(module)
         if unit.divisor is not None:
             made.set_gradient_divide_factor(unit.divisor)
         if source is not None:
@@ -319,7 +316,7 @@ def _has_whole_gradients(part: _Part) -> bool:
     return any(part.is_wide or parameter.grad is not None for parameter in own)
 
 
-def _check_parameters(root: nn.Module, names: Sequence[str]) -> None:
+def _check_parameters(root: nn.Module, names: Sequence[str], ignored: Collection[nn.Parameter]) -> None:
     modules = [root.get_submodule(name) for name in names]
     wrong: list[str] = []
     seen: set[nn.Parameter] = set()
@@ -337,8 +334,36 @@ def _check_parameters(root: nn.Module, names: Sequence[str]) -> None:
         for name, parameter in root.named_parameters()
         if not parameter.is_contiguous()
     ]
+    wrong += [
+        f"{name} has no dimension to divide it along; give it one, as in nn.Parameter(torch.zeros(1))"
+        for name, parameter in root.named_parameters()
+        if not parameter.dim() and parameter not in ignored
+    ]
     if wrong:
         raise ConfigUnsupportedError("\n".join(f"fully_shard: {line}" for line in wrong))
+
+
+@contextmanager
+def undivided(root: nn.Module) -> Iterator[None]:
+    """In this context modules have neither the classes nor the hooks by which units gather their parameters, for a recording of them."""
+    units = [module for module in root.modules() if isinstance(module, FSDPModule)]
+    kept = [(unit, type(unit), unit._forward_pre_hooks, unit._forward_hooks) for unit in cast(list[nn.Module], units)]
+    try:
+        for unit, kind, before, after in kept:
+            unit.__class__ = kind.__bases__[1]  # torch derives the class from this and the module's own
+            unit._forward_pre_hooks, unit._forward_hooks = _of_scripts(before), _of_scripts(after)
+        yield
+    finally:
+        for unit, kind, before, after in kept:
+            unit.__class__, unit._forward_pre_hooks, unit._forward_hooks = kind, before, after
+
+
+def _of_scripts(hooks: Mapping[int, Any]) -> OrderedDict[int, Any]:
+    """Without those that make a module a unit."""
+    own = {key: hook for key, hook in hooks.items() if hook is not _without_views}
+    return OrderedDict(
+        (key, hook) for key, hook in own.items() if not isinstance(getattr(hook, "__self__", None), FSDPState)
+    )
 
 
 def exchange(model: nn.Module, exchanged: Mapping[nn.Parameter, nn.Parameter]) -> None:

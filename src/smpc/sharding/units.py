@@ -67,7 +67,8 @@ def _repeated_units(module: nn.Module, prefix: str) -> Iterator[str]:
             counts[type(child)] = counts.get(type(child), 0) + 1
     for name, child in module.named_children():
         own = f"{prefix}{name}"
-        if counts.get(type(child), 0) > 1 and next(child.parameters(), None) is not None:
+        is_called = not isinstance(child, nn.ModuleList | nn.ModuleDict) or type(child).forward is not nn.Module.forward
+        if is_called and counts.get(type(child), 0) > 1 and next(child.parameters(), None) is not None:
             yield own
         else:
             yield from _repeated_units(child, f"{own}.")

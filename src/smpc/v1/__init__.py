@@ -10,9 +10,10 @@ from smpc.v1.layout.tensor_parallel import tp_register, tp_register_with_module
 from smpc.v1.model.distributed_model import DistributedModel
 from smpc.v1.optimization import clipping
 from smpc.v1.optimization.distributed_optimizer import DistributedOptimizer
-from smpc.v1.saving.saving import resume_from_checkpoint, save_checkpoint
+from smpc.v1.saving.save_resume import resume_from_checkpoint, save_checkpoint
 from smpc.v1.saving.serialization import load, save
-from smpc.v1.session.comm import (
+from smpc.v1.session.init import init, shutdown
+from smpc.v1.session.object_messages import (
     DP_GROUP,
     MP_GROUP,
     PP_GROUP,
@@ -32,7 +33,7 @@ from smpc.v1.session.comm import (
     send,
     tp_barrier,
 )
-from smpc.v1.session.init import init, shutdown
+from smpc.v1.session.process_state import state
 from smpc.v1.session.ranks import (
     cp_rank,
     cp_size,
@@ -67,7 +68,6 @@ from smpc.v1.session.ranks import (
     tp_rank,
     tp_size,
 )
-from smpc.v1.session.state import state
 from smpc.v1.steps.results import StepOutput
 from smpc.v1.steps.step import step
 

@@ -31,7 +31,7 @@ from torch import Tensor
 from smpc.errors import ConfigError, ConfigTypeError
 from smpc.v1.optimization.loss_scale import stepping
 from smpc.v1.session.precision import found_anywhere, half_dtype
-from smpc.v1.session.state import state
+from smpc.v1.session.process_state import state
 
 __all__ = ["GradScaler"]
 

@@ -7,8 +7,8 @@ from typing import Any
 from torch import Tensor
 
 from smpc.errors import UsageError
+from smpc.v1.session.process_state import state
 from smpc.v1.session.ranks import local_rank, pp_rank, rank, rdp_rank, tp_rank
-from smpc.v1.session.state import state
 
 __all__ = ["get_distribution_axis", "rmsg"]
 

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from smpc.rank_models import plain_attributes
-from smpc.tracer.environment.guarded import Environment, shown
+from smpc.tracer.environment.environment_guards import Environment, shown
 from smpc.verification.bounds import difference
 from smpc.verification.random_state import state_text
 

@@ -28,14 +28,14 @@ from torch import Tensor, nn
 from smpc.compile.result import Compilation
 from smpc.errors import VerificationError
 from smpc.sample_inputs import Inputs
-from smpc.tracer.environment.guarded import Environment
+from smpc.tracer.environment.environment_guards import Environment
 from smpc.tracer.ir import Trace
 from smpc.tracer.structure import flatten, input_path
 from smpc.verification.attributes import Place, settled_places
 from smpc.verification.bounds import Bounds
-from smpc.verification.locate import Found, differences, locate, owner_first
+from smpc.verification.first_difference import Found, differences, locate, owner_first
+from smpc.verification.paired_runs import Conditions, Results, by_stage, run_compiled, run_eager, run_replayed
 from smpc.verification.random_state import RandomState, kept
-from smpc.verification.runs import Conditions, Results, by_stage, run_compiled, run_eager, run_replayed
 
 _MOST_LINES = 5
 _WAY_OUT = (

@@ -37,6 +37,14 @@ class RandomState:
         random.setstate(self.python)
         np.random.set_state(self.numpy)
 
+    def is_same(self, other: RandomState) -> bool:
+        """Whether the generators would draw the same."""
+        cuda = (self.cuda is None and other.cuda is None) or (
+            self.cuda is not None and other.cuda is not None and torch.equal(self.cuda, other.cuda)
+        )
+        same = cuda and torch.equal(self.cpu, other.cpu) and self.python == other.python
+        return same and state_text(self.numpy) == state_text(other.numpy)
+
     def parts(self) -> dict[str, str]:
         """Each state in a comparable form, by name."""
         cuda = "" if self.cuda is None else self.cuda.numpy().tobytes().hex()

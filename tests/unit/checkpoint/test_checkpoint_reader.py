@@ -16,7 +16,7 @@ from safetensors.torch import save_file
 from smpc.checkpoint import Alone, Box, Checkpoint, Content, Root, Shard, load, open_source, save, verify
 from smpc.checkpoint import save as save_checkpoint
 from smpc.checkpoint.format.manifest import Manifest
-from smpc.checkpoint.sources.sources import SafetensorsSource
+from smpc.checkpoint.sources.conversion_sources import SafetensorsSource
 from smpc.errors import CheckpointError
 
 

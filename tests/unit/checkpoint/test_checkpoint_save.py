@@ -242,6 +242,13 @@ def test_replicas_are_shared_out_evenly():
     assert max(loads) - min(loads) <= 5
 
 
+def test_the_first_holder_writes_what_varies():
+    same = [("model", f"t{i}", "U8", (9,), (9,), (0,)) for i in range(6)]
+    chosen = choose_writers([[], same, same], [("model", "t4"), ("model", "t1")])
+    assert {each[1] for each in chosen[1]} >= {"t1", "t4"}
+    assert [len(mine) for mine in chosen] == [0, 3, 3]
+
+
 def test_boxes_that_do_not_fit():
     with pytest.raises(CheckpointError, match="does not lie in a tensor"):
         Shard.of("model", "w", torch.ones(2), (4,), (3,))

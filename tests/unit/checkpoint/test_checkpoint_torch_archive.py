@@ -10,7 +10,7 @@ import torch
 from smpc.checkpoint import Shard, open_source, write_archive_of
 from smpc.checkpoint.format.dtypes import _DTYPES
 from smpc.checkpoint.format.torch_archive import write_archive
-from smpc.checkpoint.sources.sources import LegacySource, SafetensorsSource, damaged_of
+from smpc.checkpoint.sources.conversion_sources import LegacySource, SafetensorsSource, damaged_of
 from smpc.errors import CheckpointError
 
 BLOCK = 64

@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch import nn
 
-from smpc.cli.target import InputSpec, check_names, load_config_model, load_target, parse_inputs
+from smpc.cli.model_target import InputSpec, check_names, load_config_model, load_target, parse_inputs
 from smpc.errors import ConfigError
 
 pytestmark = pytest.mark.usefixtures("clean_imports")

@@ -75,6 +75,18 @@ class Faint(nn.Module):
 def faint():
     return Faint(), torch.linspace(-1, 1, 64).view(8, 8)
 
+class Normed(nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.second = nn.Linear(8, 16), nn.utils.weight_norm(nn.Linear(16, 8), dim=1)
+
+    def forward(self, x):
+        return self.second(self.first(x).tanh())
+
+def normed():
+    return Normed(), torch.linspace(-1, 1, 64).view(8, 8)
+
 def meta():
     with torch.device("meta"):
         return Net(), torch.ones(8, 8)
@@ -199,6 +211,15 @@ def test_ranks_that_share_operations_train_one_step_as_a_script_does(smpc):
     assert out.splitlines()[-1].startswith(
         "verified: the loss and 4 gradients and buffers of one step on 2 ranks are those of plain PyTorch, within 1e-05 of the largest"
     )
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:.*weight_norm. is deprecated")
+def test_weights_that_a_hook_computes_are_verified_on_ranks(smpc):
+    """The model could not be copied, and ranks that had slices met the graph of the whole weight."""
+    status, out, err = smpc("normed", "-t", "2", "-m", "2", "--verify")
+    assert status == 0, err
+    assert "verified: the loss and 5 gradients and buffers of one step on 2 ranks" in out
 
 
 def test_a_rank_whose_factory_makes_another_model():

@@ -67,9 +67,12 @@ class Model(nn.Module):
 
 DIVIDED = ("halves", "turned", "alternating", "biased", "biased turned", "biased alternating turned")
 WHOLE = ("added", "fours", "biased fours turned", "bent", "biased bent")
+AGAIN = ("turned", "biased", "biased fours turned", "bent")  # each word is in another form too
 
 
-@pytest.mark.parametrize("form", DIVIDED + WHOLE)
+@pytest.mark.parametrize(
+    "form", [pytest.param(form, marks=[pytest.mark.slow] if form in AGAIN else []) for form in DIVIDED + WHOLE]
+)
 def test_experts_are_divided_where_slices_add_up(form):
     """Names and shapes alone had decided: a module whose gate and up alternate trained on wrong numbers without a word."""
     torch.manual_seed(0)

@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch import nn
 
-from smpc.codegen.offload import insert_offloads, resident, split_uses
-from smpc.codegen.program import Action, Instruction, Op, peaks
+from smpc.codegen.offload import action_uses, insert_offloads, resident
+from smpc.codegen.program import Action, Instruction, Op, backward, forward, peaks, weight
 from smpc.codegen.schedules.named import interleaved, simple
 from smpc.codegen.schedules.zero_bubble import zb_h1, zb_v
 from smpc.codegen.verify import verify_programs
@@ -120,9 +120,28 @@ def test_the_verifier_wants_both_in_order():
 def test_what_there_is_beside_the_parts_of_a_backward():
     """F0 B0 F1 B1 W0 F2 B2 W1 W2 on the last of two ranks: nobody waits for B, one for W."""
     alone, behind, later = Beside(0, 0, False), Beside(0, 1, False), Beside(0, 1, True)
-    first, last = split_uses(zb_h1(2, 3), 2)
+    first, last = action_uses(zb_h1(2, 3), 2)
     assert (last.forwards, last.backwards) == ((alone, behind, later),) * 2
     assert last.weights == (Beside(0, 0, True), behind, later)
     assert first.forwards == (Beside(0, 0, False), Beside(1, 0, False), Beside(1, 0, True))
     assert last.in_flight(activations=10, deferred=3) == 13  # F1 beside what W0 reads
-    assert split_uses(interleaved(2, (0, 1), 3, 3), 2) is None
+    assert action_uses(interleaved(2, (0, 1), 3, 3), 2) is None
+
+
+def test_what_other_stages_of_a_rank_hold_is_beside_its_actions():
+    uses = action_uses(zb_v(2, 4), 4)
+    for stage, use in enumerate(uses):
+        for beside in (*use.forwards, *use.backwards, *use.weights):
+            assert [other for other, _ in beside.others] == [3 - stage]  # rank 0 has stages 0 and 3, rank 1 has 1 and 2
+    # the V turns around on the last rank: its upper stage starts with a microbatch that waits in the lower one
+    assert min(dict(beside.others)[1].waiting for beside in uses[2].forwards) == 1
+
+
+def test_backwards_in_one_part_beside_those_in_two():
+    """`list` had microbatches between B and W, and its plan none: 25% too much, or 20% too little."""
+    first, second = [forward(0, m) for m in range(2)], [backward(0, 0), backward(0, 1), weight(0, 0)]
+    (use,) = action_uses([[*first, *second]], 1)
+    assert use.backwards == (Beside(1, 0, False),)
+    assert use.whole == (Beside(0, 1, False),)
+    assert use.weights == (Beside(0, 0, True),)
+    assert use.in_flight(activations=10, deferred=3) == 20

@@ -69,6 +69,37 @@ def test_a_ring_s_messages_are_in_the_report():
     assert "ring_attention Z(2) -> Z(2)" in describe(module)
 
 
+class Windows(nn.Module):
+    """Attention as scripts write it: a view of the result, and windows of a tensor that is laid out by columns."""
+
+    def __init__(self):
+        super().__init__()
+        self.table, self.head, self.mix = nn.Embedding(64, 16), nn.Linear(16, 64), nn.Linear(16, 16)
+
+    def forward(self, input_ids, labels):
+        x = self.table(input_ids)
+        heads = x.view(*input_ids.shape, 4, 4).transpose(1, 2)
+        y = torch.nn.functional.scaled_dot_product_attention(heads, heads * 2, heads + 1, is_causal=True)
+        y = y.transpose(1, 2).contiguous().view(x.size())
+        columns = self.mix(y.transpose(0, 1)).transpose(0, 1)  # [batch, sequence, 16], the batch inside
+        batch, length, width = columns.shape
+        (rows, steps, ones), size = columns.stride(), (batch, length // 2 - 1, 4, width)
+        windows = torch.as_strided(columns, size, (rows, 2 * steps, steps, ones))
+        logits = self.head(y + windows.mean(axis=(1, 2), keepdims=True).squeeze(1))
+        return torch.nn.functional.cross_entropy(logits.transpose(1, 2), labels)
+
+
+def test_views_of_what_is_laid_out_otherwise_on_a_rank():
+    check(lambda: (Windows(), tokens()), 2, torch.float64, layout="zigzag")
+    check(lambda: (Windows(), tokens()), 2, torch.float64, layout="contiguous", attention="all_gather")
+
+
+def test_lengths_that_only_half_as_many_pieces_divide_are_cut_in_a_row():
+    model, inputs = made(MODELS["llama"], length=18)
+    modules = [shard(copy.deepcopy(model), inputs, group) for group in tensor_groups(2)]
+    assert [module.rewritten.layout for module in modules] == ["contiguous"] * 2
+
+
 class PerQuery(nn.Module):
     """Attention with a mask that hides other keys of every query, and with one that is learned."""
 
@@ -230,7 +261,8 @@ def test_one_rank_runs_as_one_process():
 @pytest.mark.parametrize(
     ("options", "length", "message"),
     [
-        ({}, 18, r"length that 4 divides, .*zigzag.*found: input_ids has 18.*labels has 18.*'contiguous'"),
+        ({"layout": "zigzag"}, 18, r"length that 4 divides, .*zigzag.*input_ids has 18.*labels has 18.*'contiguous'"),
+        ({}, 15, "length that 2 divides, for 2 ranks; found: input_ids has 15"),
         ({"layout": "contiguous"}, 15, "length that 2 divides, for 2 ranks; found: input_ids has 15"),
         ({"attention": "ulysses"}, 16, "expected one of auto, p2p, all_gather, a2a, found 'ulysses'"),
         ({"layout": "spiral"}, 16, "expected one of auto, contiguous, zigzag, found 'spiral'"),

@@ -2,6 +2,7 @@
 
 import contextlib
 import copy
+import functools
 import re
 
 import pytest
@@ -27,6 +28,23 @@ SIZES = {
     "intermediate_size": 64,
     "vocab_size": VOCABULARY,
 }
+
+
+class Named(nn.Module):
+    """Operations with numpy's names for arguments, and with operands by name."""
+
+    def __init__(self):
+        super().__init__()
+        self.left, self.right = nn.Linear(16, 32, bias=False), nn.Linear(16, 32, bias=False)
+        self.down = nn.Linear(64, 16)
+
+    def forward(self, x):
+        joined = torch.cat(tensors=(self.left(x), self.right(x)), axis=-1)
+        y = nn.functional.linear(input=torch.tanh(input=joined), weight=self.down.weight, bias=self.down.bias)
+        y = torch.stack([torch.add(input=y, other=x), torch.mul(x1=y, x2=x)], axis=0).sum(axis=0)
+        centred = y - y.mean(axis=-1, keepdims=True)
+        scores = torch.matmul(input=centred, other=torch.transpose(input=y, dim0=1, dim1=2)).softmax(axis=-1)
+        return torch.mean(input=torch.concatenate([scores @ y, y], axis=2).cumsum(axis=2).amax(axis=2))
 
 
 def tokens(**more):
@@ -206,6 +224,13 @@ def test_parallel_residual_needs_one_all_reduce_not_two():
     ]
     assert functions == ["all_reduce"]
     assert block_bytes(module, "gpt_neox.layers.1")[0] == BATCH * SEQUENCE * HIDDEN * 4
+
+
+def test_arguments_with_numpy_s_names_and_operands_by_name():
+    torch.manual_seed(1)
+    modules = sharded(model := Named(), inputs := {"x": torch.randn(BATCH, SEQUENCE, 16)}, 2)
+    assert_equal_to_whole(model, inputs, modules)
+    assert all(dict(module.rewritten.layouts)["left.weight"] == Layout.sharded(0) for module in modules)
 
 
 def test_mixer():
@@ -529,6 +554,34 @@ def test_other_inputs_and_a_second_sharding_are_refused():
         shard(module.model, x, tensor_groups(2)[0])
 
 
+class Padding(nn.Module):
+    """Asks for a size that is computed once, in the first call."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    @functools.cached_property
+    def left(self):
+        return self.linear.in_features // 4
+
+    def forward(self, x):
+        return nn.functional.pad(self.linear(x), (self.left, 0)).tanh()
+
+
+def test_what_the_first_step_caches_is_there_in_the_second():
+    """The second step was refused: an attribute had come. On some ranks alone it was the first, and the others waited for them."""
+    model, x = Padding(), torch.randn(4, 8)
+    modules = sharded(model, x, 2)
+
+    def work(rank):
+        return [modules[rank](x) for _ in range(3)]
+
+    for outputs in run_ranks(2, work):
+        for output in outputs:
+            torch.testing.assert_close(output, model(x))
+
+
 @pytest.mark.parametrize("layout", [Layout.sharded(0), Layout.sharded(1), Layout.sharded(1, (4, 8))])
 def test_slices_make_up_the_whole(layout):
     tensor = torch.arange(48.0).reshape(4, 12)
@@ -545,6 +598,15 @@ def test_explicit_plan_decides():
     module = sharded(model, x, 2, {"2": "colwise"})[0]
     assert {name: str(layout) for name, layout in module.layouts.items()} == {"2.weight": "S(0)", "2.bias": "S(0)"}
     assert not sharded(model, x, 2, "off")[0].layouts
+
+
+@pytest.mark.parametrize("plan", ["auto", {"0": "colwise", "2": "rowwise"}])
+def test_a_group_of_one_rank_has_the_whole_model(plan):
+    """Every number of groups divides by one rank: operations that have none were given their own instead of their first input."""
+    model, x = small()
+    (module,) = sharded(model, x, 1, plan)
+    assert torch.equal(module(x), model(x))
+    assert not module.rewritten.sent_bytes
 
 
 def test_hugging_face_plan():

@@ -118,14 +118,14 @@ def everything(model, batch):
     found = []
     sharded = {size: rewrite(trace, choose(trace, 2)) for size, trace in traces.items()}
     for candidate in candidates(4, 4, DEVICE, EVERYTHING):
-        trace, times = traces[candidate.microbatch_size], None
+        trace, times, rank = traces[candidate.microbatch_size], None, None
         chosen = options(candidate, repeated_blocks(trace))
         if candidate.tensor_parallel_degree == 2:
             rank = sharded[candidate.microbatch_size]
             trace, group = rank.trace, Group.of(candidate.mesh, Axis.TP, DEVICE)
             times = times_with_collectives(trace, rank.collectives, chosen.cost_model, group, DEVICE)
         try:
-            planned = plan_trace(Traced(trace, times=times), chosen, prove=False)
+            planned = plan_trace(Traced(trace, rank, times=times), chosen, prove=False)
         except PartitionError:
             continue
         plan = planned.plan

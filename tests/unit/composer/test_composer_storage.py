@@ -11,7 +11,7 @@ from torch.distributed.checkpoint.metadata import BytesStorageMetadata
 from smpc.checkpoint.convert import open_source, write_checkpoint
 from smpc.checkpoint.distributed import write_distributed
 from smpc.composer import storage
-from smpc.composer.readers import FolderReader
+from smpc.composer.checkpoint_readers import FolderReader
 from smpc.errors import CheckpointError
 from smpc.sharding.tensors import whole
 
@@ -135,7 +135,7 @@ def test_no_planner_reads_what_is_no_tensor(tmp_path, monkeypatch):
         found.state_dict_metadata["state.model.model.head.bias"] = BytesStorageMetadata()
         return found
 
-    monkeypatch.setattr("smpc.composer.readers.FolderFiles.read_metadata", changed)
+    monkeypatch.setattr("smpc.composer.checkpoint_readers.FolderFiles.read_metadata", changed)
     options = {"fsdp_config": SHARDED["fsdp_config"] | {"load_planner": Load()}}
     with pytest.raises(CheckpointError, match=r"missing model\.head\.bias"):
         trainer(4, load_path=str(tmp_path / "ba2"), **options)

@@ -5,6 +5,7 @@ import json
 import sys
 import threading
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 
+from smpc.executor.failure import stall
 from smpc.executor.failure.processes import FOREIGN, REPORT, ProcessReport, find, publish
 from smpc.executor.failure.stall import (
     Activity,
@@ -41,6 +43,8 @@ def standing(rank, activity, progress=(3, 5), seconds=10.0, **more):
         ([standing(0, "reducing", (3, 9)), standing(1, "reducing", (3, 8)), standing(2, "waiting")], 1),
         # The rank that blocks in a collective of the user's own is further on than a replica that waits for it in its backward.
         ([standing(0, "reducing", (3, 4)), standing(1, "collective", (3, 9)), standing(2, "waiting")], 1),
+        # A barrier in the middle of one rank's forward: it is not the collective of the program, in which the others wait for it.
+        ([standing(0, "exchanging", seconds=11.0), standing(1, "collective")], 1),
         # Two that do something: the one that is behind.
         ([standing(0, "busy", (4, 0)), standing(1, "busy", (3, 7))], 1),
         # ... and at the same place, the one that has been there longer.
@@ -139,6 +143,23 @@ def test_what_a_thread_does():
     assert _look(collective, waits=(__file__,))[0] is Activity.WAITING
     assert activity_of(None, (), False) is Activity.BUSY
     assert activity_of(sys._getframe(), (__file__,), False) is Activity.WAITING
+
+
+@pytest.mark.parametrize("name", ["collectives.py", "sequence/ring.py", "host_memory/shared_slots.py"])
+def test_a_collective_of_the_program_is_none_of_the_script(name):
+    """Ring attention, whose waits are calls of C++ from its own file, was taken for a rank that computes."""
+    path = Path(stall.__file__).parents[1] / name
+    assert path.exists()
+    inner, outer = {}, {}
+    exec(compile("def run(find): return find()", dist.distributed_c10d.__file__, "exec"), inner)
+    exec(compile("def run(call, find): return call(find)", str(path), "exec"), outer)
+
+    def find():
+        return activity_of(sys._getframe(1), (), False)
+
+    assert outer["run"](lambda find: find(), find) is Activity.BUSY  # code of the model that the program calls
+    assert outer["run"](inner["run"], find) is Activity.EXCHANGING
+    assert inner["run"](find) is Activity.COLLECTIVE
 
 
 def test_the_collectives_of_nccl_are_shown_beside_those_of_gloo(monkeypatch):

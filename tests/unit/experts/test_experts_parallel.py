@@ -5,13 +5,14 @@ import functools
 
 import pytest
 import torch
-from expert_models import HAND_WRITTEN, SETTINGS, HandWritten, Stack, StackBlock, make, one_process, tokens
+from expert_models import HAND_WRITTEN, SETTINGS, HandWritten, LoopBlock, Stack, StackBlock, make, one_process, tokens
 from tensor_ranks import run_ranks, tensor_groups
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from smpc.errors import ConfigError, UsageError
 from smpc.expert_parallel import register_experts, shard
+from smpc.experts.structure import find_experts
 
 ALL = [*SETTINGS, *HAND_WRITTEN]
 
@@ -264,6 +265,56 @@ def test_modules_that_feed_each_other_are_no_experts():
     modules = [shard(Chain(), group) for group in tensor_groups(2)]
     with pytest.raises(UsageError, match="layers: expected what one expert gets not to depend on what another returns"):
         run_ranks(2, lambda rank: modules[rank](torch.randn(3, 16)))
+
+
+class Layers(nn.Module):
+    """Blocks of experts in a list, beside lists of as many norms and layers as there are experts."""
+
+    def __init__(self, block):
+        super().__init__()
+        self.blocks = nn.ModuleList(block() for _ in range(4))
+        self.norms = nn.ModuleList(nn.LayerNorm(16) for _ in range(4))
+        self.mixers = nn.ModuleList(nn.Linear(16, 16) for _ in range(4))
+
+
+class InOneTensor(nn.Module):
+    """Experts that are not known as such: their forward takes hidden states alone."""
+
+    def __init__(self):
+        super().__init__()
+        self.router, self.weights = nn.Parameter(torch.randn(16, 4)), nn.Parameter(torch.randn(4, 16, 16))
+
+
+class SeveralRouters(nn.Module):
+    """One router for each of two tasks, as in multi-gate mixtures."""
+
+    def __init__(self):
+        super().__init__()
+        self.experts = nn.ModuleList(nn.Linear(16, 16) for _ in range(4))
+        self.routers = nn.ModuleList(nn.Linear(16, 4) for _ in range(2))
+
+
+def test_layers_beside_blocks_of_experts_are_no_experts():
+    """The norms were taken for experts of the model, which then could not be divided: it would have been called whole."""
+    found = find_experts(Layers(LoopBlock))
+    assert [one.name for one in found] == [f"blocks.{layer}.experts" for layer in range(4)]
+    assert not find_experts(Layers(InOneTensor))
+    assert [one.name for one in find_experts(SeveralRouters())] == ["experts"]
+
+
+class Depths(nn.Module):
+    """Layers in lists, with as many heads; the lists have no forward that a block could call."""
+
+    def __init__(self):
+        super().__init__()
+        self.body = nn.ModuleList(nn.ModuleList([nn.Linear(16, 16), nn.PReLU(16)]) for _ in range(4))
+        self.heads = nn.ModuleDict({str(i): nn.ModuleDict({"own": nn.Linear(16, 2)}) for i in range(4)})
+        self.last = nn.Linear(16, 4)
+
+
+def test_lists_of_modules_are_no_experts():
+    """They were taken for experts, and a rank called layers of another rank, which had no rows."""
+    assert not find_experts(Depths())
 
 
 class Scaled(nn.Module):

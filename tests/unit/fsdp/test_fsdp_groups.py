@@ -6,8 +6,8 @@ import pytest
 
 from smpc.errors import ConfigError, ConfigTypeError
 from smpc.fsdp import partition
-from smpc.fsdp.groups import joined
 from smpc.fsdp.meshes import MeshesOver
+from smpc.fsdp.named_groups import joined
 
 
 @pytest.mark.parametrize("world", range(1, 17))

@@ -5,7 +5,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel
 
 from smpc.errors import ConfigError, ConfigTypeError
 from smpc.fsdp import TensorConfig
-from smpc.fsdp.tensor import data_sizes
+from smpc.fsdp.tensor_slices import data_sizes
 
 PLAN = {"model.up": ColwiseParallel()}
 

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from smpc.compile import compile_model
-from smpc.errors import ConfigError, PartitionError
+from smpc.errors import ConfigError, MemoryLimitError, PartitionError
 from smpc.executor.program.interpreter import DEFAULT_WINDOW
 from smpc.partitioner import solve as limit_module
 from smpc.partitioner.costs.cost import CostModel
@@ -196,6 +196,24 @@ def test_the_memory_that_is_said_to_do_does(name, pipeline):
     assert peak_of(plan) <= least == plan.objective.memory_limit
     with pytest.raises(PartitionError, match="the least that would do is"):
         plan_of(name, int(0.97 * least), pipeline=pipeline)
+
+
+def test_a_limit_holds_where_blocks_gather_their_own_parameters():
+    """Solvers take parameters in parts to be whole, which is right for the stages of a pipeline alone."""
+    model = nn.Sequential(*(nn.Linear(1024, 1024) for _ in range(8)))
+    options = {"pipeline_parallel_degree": 1, "data_parallel_degree": 4, "fully_shard": True, "device": "cpu"}
+
+    def peak(limit=None):
+        return peak_of(compile_model(model, torch.zeros(4, 1024), memory_limit=limit, **options).plan)
+
+    free, parameters = peak(), 8 * 4 * 1024 * 1025
+    assert (
+        free < (1 + 1) * parameters + parameters
+    )  # a part of all, whole ones, two of each in parts, gradients of one block
+    assert peak(free) == free
+    with pytest.raises(MemoryLimitError) as caught:
+        peak(free - 1)
+    assert caught.value.least_bytes == free
 
 
 def test_the_number_of_stages_that_is_said_to_do_does():

@@ -1,11 +1,13 @@
 """`smpc.sharding.units`: which modules are gathered together, and that every parameter belongs to the unit that has all uses of it."""
 
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from smpc.sharding import find_units, units_of_classes
+from smpc.errors import ConfigUnsupportedError
+from smpc.sharding import find_units, shard, units_of_classes
 
 
 class Block(nn.Module):
@@ -28,6 +30,20 @@ def test_outermost_members_of_lists_that_repeat_are_units_and_the_model_is_the_l
     assert find_units(Model()) == ("layers.0", "layers.1", "layers.2", "tail.0", "tail.3", "")
     assert find_units(Model(), least_elements=7) == ("layers.0", "layers.1", "layers.2", "")
     assert find_units(nn.Linear(2, 2)) == ("",)
+
+
+def test_containers_of_modules_that_are_not_called_are_no_units():
+    rows = [nn.ModuleList([nn.Linear(2, 2), nn.PReLU()]) for _ in range(2)]
+    named = [nn.ModuleDict({"up": nn.Linear(2, 2), "list": nn.ModuleList(nn.Linear(2, 2) for _ in range(2))})]
+    model = nn.ModuleDict({"rows": nn.ModuleList(rows), "named": nn.ModuleList(named), "other": Block()})
+    assert find_units(model) == ("named.0.list.0", "named.0.list.1", "other.experts.0", "other.experts.1", "")
+
+
+def test_parameters_without_dimensions_are_refused_by_name():
+    model = Model()
+    model.scale = nn.Parameter(torch.tensor(1.0))
+    with pytest.raises(ConfigUnsupportedError, match=r"scale has no dimension.*nn.Parameter\(torch.zeros\(1\)\)"):
+        shard(model, [], mesh=None)
 
 
 def test_units_by_class_inner_ones_first():

@@ -29,7 +29,7 @@ from torch import nn
 
 from smpc.errors import TraceError
 from smpc.tracer.attempt import Request
-from smpc.tracer.environment.guarded import GuardSource
+from smpc.tracer.environment.environment_guards import GuardSource
 from smpc.tracer.ir import NodeKind
 from smpc.tracer.record import record_guarded
 

@@ -363,6 +363,26 @@ def test_what_a_cached_function_has_read_is_guarded_when_the_cache_answers():
         globals()["SHIFT"] = 0.5
 
 
+loss = None
+
+
+class HasALoss(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear, self.loss = nn.Linear(4, 4), nn.MSELoss()
+
+    def forward(self, x):
+        return self.loss(self.linear(x), x).sqrt()
+
+
+def test_a_global_that_is_called_like_an_attribute_is_not_read(monkeypatch):
+    """A training loop keeps its loss in a global of that name: every step had been recorded again."""
+    environment = environment_of(HasALoss())
+    monkeypatch.setitem(globals(), "loss", torch.ones(()))
+    monkeypatch.setitem(globals(), "sqrt", 1.0)
+    assert environment.difference() is None
+
+
 class KeepsGlobally(nn.Module):
     def __init__(self):
         super().__init__()

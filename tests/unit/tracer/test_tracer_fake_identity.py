@@ -13,6 +13,7 @@ from smpc.tracer import record
 from smpc.tracer.attempt import Request
 from smpc.tracer.ir import NodeKind
 from smpc.tracer.record import record_guarded
+from smpc.tracer.state.fakes import FakeState, installed
 
 
 def whole_modules(model):
@@ -93,3 +94,13 @@ def test_who_asks_where_a_tensor_is_in_memory_is_called_whole(function):
     assert_equal_to_eager(model)
     with pytest.raises(TraceError, match="says where a tensor is in memory"):
         record(Block(function), (torch.ones(2, 4),))
+
+
+def test_weak_references_to_parameters_in_lists_are_to_what_stands_for_them():
+    """nn.LSTM asks them whether somebody has replaced its weights."""
+    model = nn.Sequential(nn.LSTM(2, 2))
+    state = FakeState(by_original={id(tensor): nn.Parameter(tensor.detach().clone()) for tensor in model.parameters()})
+    with installed(model, state):
+        assert all(ref() is own for ref, own in zip(model[0]._flat_weight_refs, model.parameters(), strict=True))
+        assert not model[0]._weights_have_changed()
+    assert all(ref() is own for ref, own in zip(model[0]._flat_weight_refs, model.parameters(), strict=True))

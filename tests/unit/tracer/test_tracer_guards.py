@@ -11,7 +11,7 @@ from transformers.utils import import_utils
 from smpc.compile import compile_model
 from smpc.errors import StepError, TraceError
 from smpc.tracer import NodeKind, Trace, record, verify
-from smpc.tracer.guards import Answers, broken_guard
+from smpc.tracer.input_guards import Answers, broken_guard
 from smpc.tracer.replay import input_values
 
 

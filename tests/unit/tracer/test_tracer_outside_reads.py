@@ -21,7 +21,7 @@ from torch import nn
 
 from smpc.errors import TraceError
 from smpc.tracer.attempt import Request
-from smpc.tracer.environment import asked, outside_reads, reads
+from smpc.tracer.environment import outside_reads, process_questions, reads
 from smpc.tracer.environment.outside_reads import CallHook
 from smpc.tracer.ir import NodeKind
 from smpc.tracer.record import record_guarded
@@ -390,6 +390,12 @@ def test_messages_hold_no_value_of_the_environment(monkeypatch):
 
 def test_nothing_that_is_asked_of_the_process_is_a_method_of_a_plain_container():
     """Calls of those are not looked at: most calls in a recording are such."""
-    asked_of = [*outside_reads._FUNCTIONS, *asked._OF_TORCH, *asked._OF_PYTHON, *asked._WARNS, *reads._LOOKING]
+    asked_of = [
+        *outside_reads._FUNCTIONS,
+        *process_questions._OF_TORCH,
+        *process_questions._OF_PYTHON,
+        *process_questions._WARNS,
+        *reads._LOOKING,
+    ]
     assert len(asked_of) > 30
     assert not [function for function in asked_of if type(getattr(function, "__self__", None)) in CallHook.PLAIN]

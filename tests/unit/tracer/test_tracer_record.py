@@ -17,9 +17,10 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.graph import saved_tensors_hooks
 
-from smpc.errors import TraceError
+from smpc.errors import TraceError, UsageError
 from smpc.tracer import NodeKind, Trace, flatten, mark_leaf, record, register_shape_rule, replay, to_fx, verify
 from smpc.tracer.ir import Autocast
+from smpc.tracer.layouts import STRIDED_VIEW, strided_view
 from smpc.tracer.recording.recorder import Recorder
 
 
@@ -32,6 +33,40 @@ def test_replay_equals_the_model_bitwise(name, training):
     trace = record(model, args, kwargs)
     verify(trace, model, args, kwargs)
     assert trace.training is training
+
+
+class Strided(nn.Module):
+    def __init__(self, way):
+        super().__init__()
+        self.way, self.linear = way, nn.Linear(4, 4)
+
+    def forward(self, x):
+        y = self.linear(x)
+        if self.way == "beyond":
+            return y[:, :2].as_strided((2, 4), (4, 1)).sum()
+        rows = y.as_strided((3, 2), (1, 4), 1)
+        if self.way == "written":
+            rows.mul_(2)
+        return rows.sum() if self.way == "inside" else y.sum()
+
+
+@pytest.mark.parametrize("way", ["inside", "beyond", "written"])
+def test_a_view_by_strides_of_what_has_others_is_the_recorded_one_or_an_error(way):
+    """The tensor comes with its columns first in memory."""
+    model, x = Strided(way), torch.randn(2, 4)
+    trace = record(model, (x,), {})
+    verify(trace, model, (x,), {})
+    node = next(node for node in trace.nodes if node.target == STRIDED_VIEW)
+    y = model.linear(x).detach()
+    y = y[:, :2] if way == "beyond" else y
+    moved = y.mT.contiguous().mT
+    if way == "inside":
+        assert torch.equal(strided_view(moved, *node.args[1:]), strided_view(y, *node.args[1:]))
+        return
+    with pytest.raises(
+        UsageError, match=r"as_strided: expected a tensor of shape .* with strides \(4, 1\).*contiguous"
+    ):
+        strided_view(moved, *node.args[1:])
 
 
 def test_who_asks_for_a_recording_is_not_in_it():

@@ -10,6 +10,8 @@ from torch.overrides import TorchFunctionMode, get_overridable_functions
 from smpc.tracer import targets
 from smpc.tracer.constants import decode
 
+X = torch.tensor(1.0)  # compared by identity: tuples ask for that first
+
 
 @pytest.mark.parametrize(
     ("function", "name"),
@@ -46,6 +48,25 @@ def test_every_overridable_function_with_a_name_can_be_found_by_it():
             if targets.function(name) is not function and targets.function(name) != function:
                 lost.append((function, name))
     assert not lost
+
+
+@pytest.mark.parametrize(
+    ("function", "args", "kwargs", "expected"),
+    [
+        (torch.Tensor.sum, (X,), {"axis": 1, "keepdims": True}, ((X,), {"dim": 1, "keepdim": True})),
+        (torch.cat, (), {"tensors": [X, X], "axis": -1}, (([X, X],), {"dim": -1})),
+        (torch.concatenate, ([X],), {"axis": 1}, (([X],), {"dim": 1})),
+        (torch.mul, (), {"x2": X, "x1": X}, ((X, X), {})),
+        (torch.add, (), {"input": X, "other": X, "alpha": 2}, ((X, X), {"alpha": 2})),
+        (F.linear, (), {"weight": X, "input": X, "bias": None}, ((X, X), {"bias": None})),
+        (torch.sum, (), {"input": X, "dim": 0}, ((X,), {"dim": 0})),
+        (torch.swapaxes, (X,), {"axis0": 0, "axis1": 1}, ((X,), {"axis0": 0, "axis1": 1})),
+        (torch.fake_quantize_per_channel_affine, (X, X, X), {"axis": 0}, ((X, X, X), {"axis": 0})),
+        (F.softmax, (X,), {"dim": 1}, ((X,), {"dim": 1})),
+    ],
+)
+def test_arguments_have_torch_s_own_names_and_operands_come_by_place(function, args, kwargs, expected):
+    assert targets.plain_arguments(function, args, kwargs) == expected
 
 
 class Calls(TorchFunctionMode):

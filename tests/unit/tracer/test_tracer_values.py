@@ -8,7 +8,7 @@ from torch import nn
 
 from smpc.compile import compile_model
 from smpc.tracer import NodeKind, record, verify
-from smpc.tracer.guards import Answers
+from smpc.tracer.input_guards import Answers
 
 
 class Model(nn.Module):

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from smpc.mesh import Axis
-from smpc.v1.optimization.sharded import Cut, Entry, ShardedLot, deal
+from smpc.v1.optimization.sharded_optimizer_state import Cut, Entry, ShardedLot, deal
 
 LOTS = st.lists(
     st.one_of(

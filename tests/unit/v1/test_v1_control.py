@@ -1,9 +1,9 @@
-"""`smpc.v1.session.control`: what a GPU needs that gloo on a CPU does not."""
+"""`smpc.v1.session.step_messages`: what a GPU needs that gloo on a CPU does not."""
 
 import torch
 import torch.distributed as dist
 
-from smpc.v1.session.control import Control
+from smpc.v1.session.step_messages import Control
 
 
 class Group:

@@ -2,7 +2,10 @@
 
 from types import SimpleNamespace
 
-from smpc.v1.session.state import Script
+import pytest
+
+from smpc.errors import UsageError
+from smpc.v1.session.process_state import Script
 from smpc.v1.steps.context import ModelHooks
 
 
@@ -23,6 +26,18 @@ def test_loads_come_first_then_the_optimizers_then_hooks_in_their_order():
     removed.remove()
     hooks.run()
     assert log == ["load", "optimizer", "told", ("first", "model", script.optimizer), "second"]
+
+
+def test_what_a_load_will_fill_is_not_read_before():
+    hooks, script, _ = make()
+    hooks.defer(lambda: None, "model")
+    script.check_filled("optimizer.state_dict", "optimizer")
+    with pytest.raises(
+        UsageError, match="save_checkpoint: the state of the model that was loaded is filled in by the first step"
+    ):
+        script.check_filled("save_checkpoint", "model", "optimizer")
+    hooks.register_post_partition(lambda *given: script.check_filled("model.state_dict", "model"))
+    hooks.run()
 
 
 def test_a_hook_that_comes_after_the_cut_runs_at_once_and_a_load_once():

@@ -5,7 +5,7 @@ import torch
 import zoo
 
 import smpc.v1 as smp
-from smpc.checkpoint.sources.sources import SourceItem
+from smpc.checkpoint.sources.conversion_sources import SourceItem
 from smpc.errors import CheckpointError
 from smpc.nn.huggingface.families import FAMILIES
 from smpc.v1.saving.hugging_face import Ours, Theirs, format_of, is_hugging_face, texts_of

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from smpc.v1.session.precision import Precision, loads_as
-from smpc.v1.session.state import Script
+from smpc.v1.session.process_state import Script
 
 
 @pytest.fixture

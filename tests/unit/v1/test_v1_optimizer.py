@@ -10,6 +10,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 import smpc.v1 as smp
 from smpc.errors import CheckpointError, ConfigError, ConfigTypeError, UsageError
 from smpc.v1.layout import absent
+from smpc.v1.optimization.update_targets import is_elementwise_in_trial
 
 
 @pytest.fixture(autouse=True)
@@ -142,6 +143,50 @@ def with_absent(*, scheduled=False):
     if scheduled:
         torch.optim.lr_scheduler.StepLR(inner, 1)
     return here, away, smp.DistributedOptimizer(inner)
+
+
+class Subclass(torch.optim.SGD):
+    """Does what its base does."""
+
+
+class Signs(torch.optim.Optimizer):
+    """Steps by the sign of a moving average."""
+
+    def __init__(self, parameters):
+        super().__init__(parameters, {"lr": 0.1})
+
+    @torch.no_grad()
+    def step(self):
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                average = self.state[parameter].setdefault("average", torch.zeros_like(parameter))
+                average.lerp_(parameter.grad, 0.1)
+                parameter.sub_(self.change(parameter, average) * group["lr"])
+
+    def change(self, parameter, average):
+        return average.sign()
+
+
+class Ratios(Signs):
+    """Steps of a length that each whole parameter decides, as LARS."""
+
+    def change(self, parameter, average):
+        return average * (parameter.norm() / average.norm())
+
+
+@pytest.mark.parametrize(
+    ("kind", "expected"),
+    [(Subclass, True), (Signs, True), (Ratios, False), (torch.optim.Adafactor, False), (torch.optim.LBFGS, False)],
+)
+def test_which_optimizers_can_do_with_slices_is_tried(kind, expected):
+    parameter = nn.Parameter(torch.randn(4, 4))
+    optimizer = kind([parameter])
+    before, hooks = parameter.detach().clone(), []
+    optimizer.register_step_post_hook(lambda *_: hooks.append(1))
+    assert is_elementwise_in_trial(optimizer) is expected
+    assert torch.equal(parameter, before)
+    assert not optimizer.state
+    assert not hooks
 
 
 @pytest.mark.parametrize("scheduled", [False, True])

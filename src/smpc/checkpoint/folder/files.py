@@ -27,7 +27,7 @@ from typing import IO, Any, Literal
 import torch
 
 from smpc.checkpoint.format.inert_pickle import expanded, parse
-from smpc.checkpoint.format.regular import is_file, printable
+from smpc.checkpoint.format.regular_file import is_file, printable
 from smpc.errors import CheckpointError
 
 MOST_OBJECTS = 20_000_000

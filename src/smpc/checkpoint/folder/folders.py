@@ -31,7 +31,7 @@ from dataclasses import dataclass
 
 from smpc.checkpoint.folder.locks import LOCK, Lock, abandoned, make_locked, publishing
 from smpc.checkpoint.format.manifest import MAX_BYTES, NAME, Manifest, is_plain_name
-from smpc.checkpoint.format.regular import printable, read_regular
+from smpc.checkpoint.format.regular_file import printable, read_regular
 from smpc.errors import CheckpointError
 
 MARKER = "newest"

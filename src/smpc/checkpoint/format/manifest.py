@@ -24,10 +24,10 @@ from typing import Any
 
 import torch
 
-from smpc.checkpoint.format.content import KIND
+from smpc.checkpoint.format.draft_content import KIND
 from smpc.checkpoint.format.dtypes import checked_shape, dtype_name, dtype_of, num_bytes
 from smpc.checkpoint.format.regions import Box, find_gap
-from smpc.checkpoint.format.regular import printable
+from smpc.checkpoint.format.regular_file import printable
 from smpc.errors import CheckpointError
 
 NAME = "manifest.json"

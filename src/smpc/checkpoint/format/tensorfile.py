@@ -19,11 +19,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from smpc.checkpoint.format.content import Advance, Shard
+from smpc.checkpoint.format.draft_content import Advance, Shard
 from smpc.checkpoint.format.dtypes import byte_view, checked_shape, dtype_name, dtype_of, num_bytes
 from smpc.checkpoint.format.header_checksums import KEY, sealed, unsealed
 from smpc.checkpoint.format.manifest import File, ManifestPiece, without_duplicates
-from smpc.checkpoint.format.regular import is_file, printable
+from smpc.checkpoint.format.regular_file import is_file, printable
 from smpc.checkpoint.format.torch_archive import ArchiveMark, find_mark
 from smpc.errors import CheckpointError
 

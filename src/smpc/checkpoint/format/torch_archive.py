@@ -30,10 +30,10 @@ from typing import IO, Any
 
 import torch
 
-from smpc.checkpoint.format.content import Advance, Shard
+from smpc.checkpoint.format.draft_content import Advance, Shard
 from smpc.checkpoint.format.dtypes import byte_view, dtype_name
 from smpc.checkpoint.format.header_checksums import KEY, Seal
-from smpc.checkpoint.format.regular import printable
+from smpc.checkpoint.format.regular_file import printable
 from smpc.errors import CheckpointError
 
 _ZIP = b"PK\x03\x04"  # what a zip file begins with

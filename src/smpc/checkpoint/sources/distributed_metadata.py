@@ -18,7 +18,7 @@ import torch
 from smpc.checkpoint.format.dtypes import checked_shape
 from smpc.checkpoint.format.inert_pickle import PickledPairs, PickledRecord, parse
 from smpc.checkpoint.format.regions import Box
-from smpc.checkpoint.format.regular import read_regular
+from smpc.checkpoint.format.regular_file import read_regular
 from smpc.errors import CheckpointError
 
 MOST = 1 << 29  # bytes

@@ -31,13 +31,13 @@ from torch import Tensor
 from smpc.checkpoint.channel import Channel, together
 from smpc.checkpoint.folder.folders import DRAFT, Root, remove, sync_folder, write_new
 from smpc.checkpoint.folder.locks import make_locked, publishing
-from smpc.checkpoint.format.content import Advance, Content, Shard
+from smpc.checkpoint.format.draft_content import Advance, Content, Shard
 from smpc.checkpoint.format.manifest import BLOCK_SIZE, is_plain_name
-from smpc.checkpoint.format.regular import printable
+from smpc.checkpoint.format.regular_file import printable
 from smpc.checkpoint.format.tensorfile import write_tensors
 from smpc.checkpoint.format.torch_archive import write_archive
 from smpc.checkpoint.save import Saving
-from smpc.checkpoint.sources.sources import INDEX, PART, SAVE, SINGLE, CheckpointSource, Source, SourceItem
+from smpc.checkpoint.sources.conversion_sources import INDEX, PART, SAVE, SINGLE, CheckpointSource, Source, SourceItem
 from smpc.errors import CheckpointError
 
 MAX_FILE_BYTES = 5_000_000_000

@@ -1,4 +1,4 @@
-"""Sources as seen through other names; see `smpc.checkpoint.sources.sources`.
+"""Sources as seen through other names; see `smpc.checkpoint.sources.conversion_sources`.
 
 View(source, items)       some of its tensors
 Named(source, aliases)    some of its tensors under more names: a state dict has tied parameters several times
@@ -16,7 +16,7 @@ from typing import Any
 
 from torch import Tensor
 
-from smpc.checkpoint.sources.sources import Source, SourceItem
+from smpc.checkpoint.sources.conversion_sources import Source, SourceItem
 from smpc.errors import CheckpointError
 
 TIED = "tied"  # in metadata: canonical names of tied parameters by their other names

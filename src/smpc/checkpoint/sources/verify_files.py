@@ -13,10 +13,10 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 
-from smpc.checkpoint.format.content import Advance
-from smpc.checkpoint.format.open_file import TensorFile
+from smpc.checkpoint.format.draft_content import Advance
+from smpc.checkpoint.format.tensor_file_reader import TensorFile
 from smpc.checkpoint.format.tensorfile import is_tensorfile
-from smpc.checkpoint.sources.sources import INDEX, SafetensorsSource, files_of
+from smpc.checkpoint.sources.conversion_sources import INDEX, SafetensorsSource, files_of
 from smpc.errors import CheckpointError
 
 

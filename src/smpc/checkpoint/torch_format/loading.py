@@ -23,7 +23,7 @@ from torch.distributed.checkpoint.stateful import Stateful
 from torch.distributed.checkpoint.storage import StorageReader
 
 from smpc.checkpoint.folder.files import load_tensors
-from smpc.checkpoint.format.regular import printable
+from smpc.checkpoint.format.regular_file import printable
 from smpc.checkpoint.torch_format.agreement import Ranks
 from smpc.errors import CheckpointError, MissingKeyError
 

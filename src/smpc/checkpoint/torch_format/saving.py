@@ -35,7 +35,7 @@ from torch.distributed.checkpoint.stateful import Stateful
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.distributed.tensor import DTensor
 
-from smpc.checkpoint.format.content import Shard
+from smpc.checkpoint.format.draft_content import Shard
 from smpc.checkpoint.torch_format.agreement import Ranks
 
 _KIND = "saved"
@@ -69,7 +69,7 @@ def save_state(
 
 
 class StateSaving:
-    """One save on its way, in the steps of `smpc.checkpoint.background.Pending`."""
+    """One save on its way, in the steps of `smpc.checkpoint.async_save.Pending`."""
 
     def __init__(
         self,

@@ -53,7 +53,7 @@ def verify_programs(
 
     from smpc.sample_inputs import as_inputs, first_microbatch
     from smpc.tracer import flatten
-    from smpc.tracer.guards import broken_guard
+    from smpc.tracer.input_guards import broken_guard
     from smpc.tracer.replay import input_values
     from smpc.verification import Conditions, verify_compilation
 

@@ -16,11 +16,11 @@ import torch
 from torch import nn
 
 import smpc.v1 as smp
-from smpc.cli.target import load_target, parse_inputs
+from smpc.cli.model_target import load_target, parse_inputs
 from smpc.errors import ConfigError
 from smpc.sample_inputs import Inputs, as_inputs
 from smpc.tracer import flatten
-from smpc.verification.runs import objective
+from smpc.verification.paired_runs import objective
 
 
 def run_rank(folder: Path) -> None:

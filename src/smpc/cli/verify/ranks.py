@@ -13,7 +13,6 @@ farther off is held against the same model in float64: it may differ by `_ROUNDI
 from __future__ import annotations
 
 import contextlib
-import copy
 import dataclasses
 import json
 import os
@@ -36,12 +35,13 @@ from smpc.cli.verify.rank import verified_state_of
 from smpc.compile.options import PipelineOptions
 from smpc.config import KEYS, Config
 from smpc.errors import ConfigError, VerificationError
+from smpc.rank_models import copied_model
 from smpc.sample_inputs import Inputs, as_inputs, microbatch
 from smpc.tracer import flatten
 from smpc.v1.session.precision import half_dtype
 from smpc.verification.bounds import ARITHMETIC, difference
+from smpc.verification.paired_runs import objective
 from smpc.verification.random_state import RandomState
-from smpc.verification.runs import objective
 
 _CPU = torch.device("cpu")
 _ROUNDING = 16.0
@@ -219,7 +219,7 @@ def _run_job(num_ranks: int, folder: Path) -> None:
 
 def _of_one_process(model: nn.Module, inputs: Inputs, microbatches: int) -> dict[str, Tensor]:
     """The loss, gradients and buffers of the same step in plain PyTorch. Raises ConfigError if it draws random numbers."""
-    copied, before, losses = copy.deepcopy(model), RandomState.now(_CPU), []
+    copied, before, losses = copied_model(model, {}), RandomState.now(_CPU), []
     for number in range(microbatches):
         args, kwargs = microbatch(inputs, microbatches, number)
         loss = objective(copied(*args, **kwargs)) / microbatches
@@ -244,7 +244,7 @@ def _beyond_rounding(
     """Of the tensors that differ, those that float64 does not explain, with how they differ."""
     model, inputs, microbatches = run
     try:
-        exact = _of_one_process(copy.deepcopy(model).double(), _doubled_inputs_to_verify(inputs), microbatches)
+        exact = _of_one_process(copied_model(model, {}).double(), _doubled_inputs_to_verify(inputs), microbatches)
     except Exception as error:
         return {name: f"{text} (float64 cannot tell: it raises {type(error).__name__})" for name, text in far.items()}
     wrong = {}

@@ -24,7 +24,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from smpc.compile.search.profile import Held, Profile, in_flight, placement, splits
-from smpc.compile.search.space import Candidate
+from smpc.compile.search.space import Candidate, Shape
 from smpc.compile.step import BUCKET_BYTES, Sharding
 from smpc.partitioner.costs.collectives import Kind, collective_time, least_time
 from smpc.partitioner.costs.cost import CostModel, NodeTimes, is_attention, node_times, weight_times
@@ -68,21 +68,26 @@ class EstimatedState:
         pairs = zip(dataclasses.astuple(self), dataclasses.astuple(part), strict=True)
         return EstimatedState(*(whole - some + some // degree for whole, some in pairs))
 
-    def kept(self, sharding: Sharding, replicas: int) -> float:
-        """Bytes that all ranks of a pipeline hold all through a step, gradients left out."""
-        if replicas == 1:
+    def least(self, sharding: Sharding, shape: Shape, activations: float = 0.0) -> float:
+        """Bytes that all ranks of a pipeline hold at least, at some time of a step. Where blocks gather their own, others lie in parts."""
+        size = shape.num_holders
+        if sharding is Sharding.FULL and size > 1 and shape.runs_as_it_is:
+            return (self.parameters + self.optimizer) / size + self.buffers + max(self.gradients / size, activations)
+        return self.kept(sharding, size) + max(self.gradients, activations)
+
+    def kept(self, sharding: Sharding, size: int) -> float:
+        """Bytes that all ranks of a pipeline hold all through a step, gradients left out; `size`: ranks that hold the same parameters."""
+        if size == 1:
             return self.parameters + self.buffers + self.optimizer
         if sharding is Sharding.FULL:
-            return self.parameters * (1 + 1 / replicas) + self.buffers + self.optimizer / replicas
-        share = replicas if sharding is Sharding.STATE else 1
+            return self.parameters * (1 + 1 / size) + self.buffers + self.optimizer / size
+        share = size if sharding is Sharding.STATE else 1
         return self.parameters + self.buffers + self.optimizer / share + self.gradients
 
-    def traffic(self, sharding: Sharding, replicas: int, size: int) -> float:
-        """Bytes that the optimizer reads and writes; `size`: ranks that sum gradients, context-parallel ones with the replicas."""
-        kept = self.optimizer / (1 if sharding is Sharding.NONE else replicas)
-        missing = self.gradients if replicas == 1 and size > 1 and sharding is not Sharding.FULL else 0
-        moved = (2 * self.parameters + self.gradients) / (1 if sharding is Sharding.NONE else size)
-        return moved + 2 * max(0.0, kept - missing)
+    def traffic(self, sharding: Sharding, size: int) -> float:
+        """Bytes that the optimizer reads and writes; `size`: ranks that sum gradients."""
+        moved = 2 * self.parameters + self.gradients + 2 * self.optimizer
+        return moved / (1 if sharding is Sharding.NONE else size)
 
 
 @dataclass(frozen=True, slots=True)
@@ -273,8 +278,8 @@ class EstimatedReruns:
 
 def least_peak(sample: EstimatedSample, candidate: Candidate) -> int:
     """Bytes that some rank holds at least: all that is held at once, shared out evenly."""
-    kept = sample.state.kept(candidate.sharding, candidate.data_parallel_degree)
-    return int((kept + max(sample.state.gradients, sample.activation_bytes)) // candidate.pipeline_parallel_degree)
+    held = sample.state.least(candidate.sharding, candidate.shape, sample.activation_bytes)
+    return int(held // candidate.pipeline_parallel_degree)
 
 
 def least_step(sample: EstimatedSample, candidate: Candidate, place: EstimatedPlace, again: float = 0.0) -> float:
@@ -293,7 +298,7 @@ def least_step(sample: EstimatedSample, candidate: Candidate, place: EstimatedPl
         kind = Kind.REDUCE_SCATTER if candidate.sharding is Sharding.FULL else Kind.ALL_REDUCE
         reduced = (m * whole - sample.backward - again) / p + least_time(kind, num_bytes, place.replicas, place.device)
     waiting = pipeline * place.slowdown
-    traffic = sample.state.traffic(candidate.sharding, candidate.data_parallel_degree, place.replicas.size) / p
+    traffic = sample.state.traffic(candidate.sharding, place.replicas.size) / p
     return max(pipeline, reduced) + waiting + place.device.kernels.memory_time(traffic, place.device.memory_bandwidth)
 
 
@@ -308,13 +313,17 @@ class Guess:
 def guess(sample: EstimatedSample, candidate: Candidate, place: EstimatedPlace) -> Guess:
     """What a candidate may take: see the module docstring. One with more stages than pieces has no plan, and no memory is enough."""
     p, m, v = candidate.pipeline_parallel_degree, candidate.microbatches, candidate.virtual_pipeline_degree
-    state, replicas, profile = sample.state, candidate.data_parallel_degree, sample.profile
+    state, size, profile = (
+        sample.state,
+        candidate.data_parallel_degree * candidate.context_parallel_degree,
+        sample.profile,
+    )
     assert profile is not None, "a sample of a trace has a profile"
     stages = profile.stages(candidate.recompute, candidate.num_stages)
     busiest, peak = 1.0 / p, math.inf
     if stages is not None:
         ranks = placement(candidate.schedule, p, v)
-        held = Held(m, candidate.sharding, replicas, profile.scratch, profile.early, sample.memory, sample.size)
+        held = Held(m, candidate.sharding, size, profile.scratch, profile.early, sample.memory, sample.size)
         busiest = stages.share(p, ranks)
         numbers = candidate.schedule, p, v, m
         peak = stages.peak(in_flight(*numbers), ranks, held, splits(*numbers))
@@ -324,7 +333,7 @@ def guess(sample: EstimatedSample, candidate: Candidate, place: EstimatedPlace) 
     pipeline = balanced(candidate.schedule, (p, v, m), *rank) + m * whole * (busiest - 1.0 / p)
     pipeline += 2 * (p * v - 1) * message if p > 1 else 0.0
     step = pipeline * (1.0 + place.slowdown) + _estimated_exchange(sample, candidate, place)
-    traffic = state.traffic(candidate.sharding, replicas, place.replicas.size) / p
+    traffic = state.traffic(candidate.sharding, place.replicas.size) / p
     return Guess(step + traffic / place.device.memory_bandwidth, peak)
 
 

@@ -110,8 +110,8 @@ class Forecast:
         bound = shape.microbatches * one / shape.pipeline_parallel_degree * (1.0 + self.place(shape).slowdown)
         state = self._state(shape.expert_parallel_degree)
         split = shape.tensor_parallel_degree * shape.pipeline_parallel_degree
-        kept = min(state.kept(kind, shape.data_parallel_degree) for kind in shardings(shape, self.tried.sharding))
-        return bound, int((kept + state.gradients) / split)
+        held = min(state.least(kind, shape) for kind in shardings(shape, self.tried.sharding))
+        return bound, int(held / split)
 
     def _state(self, degree: int) -> EstimatedState:
         """What expert-parallel ranks hold of the model: all that is not in experts which they divide, and a share of those."""

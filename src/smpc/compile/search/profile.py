@@ -17,27 +17,29 @@ from __future__ import annotations
 import functools
 import itertools
 from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 
-from smpc.codegen.offload import split_uses
+from smpc.codegen.offload import action_uses
 from smpc.codegen.schedules.named import choose
 from smpc.codegen.simulate import Costs, chain
 from smpc.compile.step import Sharding
+from smpc.partitioner.costs.cost import CostModel
 from smpc.partitioner.graph.trace_graph import Graph
-from smpc.partitioner.memory.deferred import Beside, SplitUse, deferred_bytes
+from smpc.partitioner.memory.deferred import ActionUse, Beside, deferred_bytes
 from smpc.partitioner.memory.lifetimes import lifetimes, loss_roots, saved_activations
 from smpc.partitioner.memory.peak import RECEIVE_WINDOW, working_bytes
 from smpc.partitioner.problem import FloatArray, IntArray
 from smpc.partitioner.solvers.chain import ChainProblem
 from smpc.partitioner.solvers.coarsen import Analysis, state_items
-from smpc.tracer.ir import NodeKind, StateSpec
+from smpc.tracer.ir import NodeKind, StateSpec, Trace
 
 TOLERANCE = 0.01  # by which a stage may be longer, for a cut that breaks less
 _ROUNDS = 40  # of the bisection
 _ROUND = 3  # times the stages: microbatches that show all that a schedule of more has in flight
+_LONG = 2000  # microbatches of stages whose actions take too long to go through for a guess
 
 
 @dataclass(frozen=True)
@@ -99,7 +101,7 @@ class Stages:
         return float(busy.max() / max(busy.sum(), 1e-30))
 
     def peak(
-        self, in_flight: IntArray, placement: IntArray, held: Held, split: tuple[SplitUse, ...] | None = None
+        self, in_flight: IntArray, placement: IntArray, held: Held, split: tuple[ActionUse, ...] | None = None
     ) -> float:
         """About what the fullest rank holds. `split`: the stages' actions, where their backwards are split."""
         if split is not None:
@@ -115,38 +117,54 @@ class Stages:
         found = np.where(k < m, np.maximum(found, more), found)
         if m > 1:
             found = np.maximum(found, behind + later + gradients)
-        if split is not None:
-            found = np.asarray([self._split_peak(stage, use, held) for stage, use in enumerate(split)])
+        after = gradients + held.scratch / (held.replicas if held.sharding is Sharding.STATE else 1) * parameters
         kept = parameters + self.buffers + held.kept_of(self.optimizer * held.state, gradients)
         if held.sharding is Sharding.FULL and held.replicas > 1:
-            kept = kept + parameters / held.replicas
+            kept, after = kept + parameters / held.replicas, 2 * gradients - parameters
             found = np.maximum(found, self.forward * memory + parameters)
-            found = np.maximum(found, 2 * gradients - parameters)
+        if split is None:
+            most = np.bincount(placement, np.maximum(found, after))
         else:
-            found = np.maximum(found, gradients + held.scratch * parameters)
+            most = np.maximum(self._during(split, placement, held), np.bincount(placement, after))
         ahead = np.minimum(m, k + RECEIVE_WINDOW) - k + 1
         messages = ahead * self.received + min(m, RECEIVE_WINDOW + 1) * self.sent
-        total = kept + found + messages * memory
-        total[0] += m * self.inputs * memory
-        return float(np.bincount(placement, total).max())
+        kept = kept + messages * memory
+        kept[0] += m * self.inputs * memory
+        return float((np.bincount(placement, kept) + most).max())
 
-    def _split_peak(self, stage: int, use: SplitUse, held: Held) -> float:
-        """Of activations and gradients: `smpc.partitioner.memory.deferred` with a rougher look at single operations."""
-        numbers = (
-            column[stage] * held.memory for column in (self.activations, self.forward, self.later, self.deferred)
-        )
-        activations, forward, later, deferred = map(float, numbers)
-        gradients = float(self.gradients[stage] * held.state)
-        deferred += float(self.kept[stage] * held.state)
+    def _during(self, uses: Sequence[ActionUse], placement: IntArray, held: Held) -> FloatArray:
+        """By rank, activations and gradients: `smpc.partitioner.memory.deferred` with a rougher look at single operations."""
+        activations, forward, later = (column * held.memory for column in (self.activations, self.forward, self.later))
+        gradients, exists = self.gradients * held.state, (self.first - self.later) * held.state
+        deferred = self.deferred * held.memory + self.kept * held.state
+        is_gathered = held.sharding is Sharding.FULL and held.replicas > 1
 
-        def others(beside: Beside) -> float:
-            exists = gradients if beside.has_gradients or held.early else 0.0
-            return float(beside.waiting * activations + beside.deferred * deferred + exists)
+        def holds(stage: int, beside: Beside) -> float:
+            own = gradients[stage] if beside.has_gradients or held.early else 0.0
+            return float(beside.waiting * activations[stage] + beside.deferred * deferred[stage] + own)
 
-        weight = deferred if held.early else max(deferred, gradients)
-        found = [others(beside) + max(forward, activations) for beside in use.forwards]
-        found += [others(beside) + max(later, deferred) for beside in use.backwards]
-        return max(0.0, *found, *(others(b) + (deferred if b.has_gradients else weight) for b in use.weights))
+        def actions(stage: int, use: ActionUse) -> Iterator[tuple[Beside, float]]:
+            for b in use.forwards:
+                gathered = self.parameters[stage] * held.state if is_gathered and b[:3] == (0, 0, False) else 0.0
+                yield b, max(forward[stage] + gathered, activations[stage])
+            for b in use.backwards:
+                yield b, max(later[stage], deferred[stage])
+            for b in use.weights:
+                is_later = held.early or b.has_gradients
+                yield b, deferred[stage] if is_later else max(deferred[stage], gradients[stage])
+            for b in use.whole:
+                yield b, later[stage] + (0.0 if held.early or b.has_gradients else exists[stage])
+
+        most = np.zeros(len(uses))
+        for stage, use in enumerate(uses):
+            for beside, running in actions(stage, use):
+                together = holds(stage, beside) + running + sum(holds(*other) for other in beside.others)
+                most[stage] = max(most[stage], together)
+        if not any(beside.others for use in uses for beside in use.forwards):
+            return np.bincount(placement, most).astype(float)
+        by_rank = np.zeros(int(placement.max()) + 1)
+        np.maximum.at(by_rank, placement, most)
+        return by_rank
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,7 +174,7 @@ class Held:
     microbatches: int
     sharding: Sharding
     replicas: int
-    scratch: int  # what the optimizer makes and drops, in sizes of the parameters
+    scratch: float  # what the optimizer makes and drops, in sizes of the parameters
     early: bool  # gradients are there before the first backward
     memory: float = 1.0
     state: float = 1.0
@@ -191,7 +209,7 @@ class Profile:
     deferred: FloatArray  # [n] bytes that are held between the two parts of a split backward
     outputs: float  # bytes that the last stage hands on
     inputs: float
-    scratch: int  # see `Held`
+    scratch: float  # see `Held`
     early: bool
     regions: dict[str, tuple[IntArray, float]] = field(default_factory=dict)  # see `compute_again`
     _known: dict[tuple[str, int], Stages | None] = field(default_factory=dict)
@@ -235,7 +253,7 @@ class Profile:
             ),
             float(sum(spec.num_bytes for spec in specs if spec is not None)),
             float(sum(trace.storages[storage] for storage in sorted(given))),
-            costs.optimizer.scratch,
+            _scratch_in_profile(trace, costs),
             costs.optimizer.main_grad,
         )
 
@@ -383,6 +401,13 @@ def _profile_cut(
     return cuts
 
 
+def _scratch_in_profile(trace: Trace, costs: CostModel) -> float:
+    """What the optimizer makes and drops, in sizes of the parameters."""
+    parameters = [state for state in trace.state if state.is_parameter]
+    num_bytes = sum(state.spec.num_bytes for state in parameters)
+    return costs.optimizer_scratch(parameters) / num_bytes if num_bytes else 0.0
+
+
 @functools.lru_cache(4096)
 def in_flight(schedule: str, num_ranks: int, num_pieces: int, microbatches: int) -> IntArray:
     """By stage, microbatches in flight at the most: see `smpc.codegen.schedules`."""
@@ -411,16 +436,19 @@ def in_flight(schedule: str, num_ranks: int, num_pieces: int, microbatches: int)
 
 
 @functools.lru_cache(4096)
-def splits(schedule: str, num_ranks: int, num_pieces: int, microbatches: int) -> tuple[SplitUse, ...] | None:
-    """By stage, what its actions have beside them where backwards are split; None where they are not.
+def splits(schedule: str, num_ranks: int, num_pieces: int, microbatches: int) -> tuple[ActionUse, ...] | None:
+    """By stage, what its actions have beside them where backwards are split, or ranks have several stages; else None.
 
-    After as many microbatches as there are stages, it is the same again and again.
+    After as many microbatches as there are stages, it is the same again and again. Of long schedules it is what a stage has beside them
+    alone, as if all stages of a rank were fullest at once.
     """
-    if not schedule.startswith("zb"):
-        return None
     num_stages = num_ranks * num_pieces
+    is_long = num_stages * min(microbatches, _ROUND * num_stages) > _LONG
+    if not schedule.startswith("zb") and (num_pieces == 1 or is_long):
+        return None
     choice = choose(num_ranks, min(microbatches, _ROUND * num_stages), schedule=schedule, num_pieces=num_pieces)
-    return split_uses(choice.build(chain(num_stages), Costs.uniform(num_stages)), num_stages)
+    uses = action_uses(choice.build(chain(num_stages), Costs.uniform(num_stages)), num_stages)
+    return tuple(use.alone for use in uses) if uses is not None and is_long else uses
 
 
 @functools.lru_cache(4096)

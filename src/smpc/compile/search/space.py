@@ -28,6 +28,7 @@ from smpc.errors import ConfigError
 from smpc.experts.structure import find_experts
 from smpc.mesh import Axis, Mesh
 from smpc.partitioner.costs.device import Device, Group, Wire
+from smpc.partitioner.memory.units import repeated_blocks
 from smpc.tracer.ir import ModuleCall, Trace
 
 # name -> stages of a rank that are tried
@@ -75,6 +76,16 @@ class Shape:
         """All ranks."""
         degrees = self.pipeline_parallel_degree, self.tensor_parallel_degree, self.context_parallel_degree
         return degrees[0] * degrees[1] * degrees[2] * self.data_parallel_degree
+
+    @property
+    def num_holders(self) -> int:
+        """Ranks that run a stage with the same parameters; where experts are divided only those are sure that have all of it."""
+        return 1 if self.expert_parallel_degree > 1 else self.data_parallel_degree * self.context_parallel_degree
+
+    @property
+    def runs_as_it_is(self) -> bool:
+        """Whether no program runs, so that each block gathers its own parameters where they are in parts."""
+        return self.pipeline_parallel_degree == self.tensor_parallel_degree == self.context_parallel_degree == 1
 
     @property
     def mesh(self) -> Mesh:
@@ -259,21 +270,6 @@ class Again:
         if len(blocks) > 2:
             found["half the blocks"] = blocks[::2]
         return cls({**found, "blocks": blocks})
-
-
-def repeated_blocks(trace: Trace) -> tuple[str, ...]:
-    """Names of the repeated blocks, in order of execution: calls of one class in one list, and not inside another block."""
-    lists: dict[tuple[str, str], dict[str, None]] = {}
-    for call in trace.calls:
-        around, _, name = call.fqn.rpartition(".")
-        if name.isdecimal():
-            lists.setdefault((around, call.class_name), {})[call.fqn] = None
-    repeated = {name for names in lists.values() if len(names) > 1 for name in names}
-    return tuple(
-        name
-        for name in dict.fromkeys(call.fqn for call in trace.calls)
-        if name in repeated and not any(name.startswith(f"{other}.") for other in repeated)
-    )
 
 
 def _parts_of_blocks(trace: Trace, blocks: tuple[str, ...], seconds: Sequence[float]) -> dict[str, tuple[str, ...]]:

@@ -137,7 +137,7 @@ def compare(plan: Plan, records: Sequence[RankRecord], *, is_parallel: bool = Tr
     messages, bubble = None, None
     if is_parallel:
         steps = list(pipeline_steps(records, plan.pipeline_parallel_degree))
-        lines += _step_lines(plan, steps)
+        lines += _step_lines(plan, steps, [s for steps in trained.values() for s in steps])
         messages, bubble = _measured_messages(steps), explain(steps, plan_links(plan))
     return Comparison(plan.fingerprint, plan.device, num_steps, tuple(lines), messages, bubble)
 
@@ -181,11 +181,12 @@ def _stage_lines(plan: Plan, steps: Sequence[StepRecord]) -> Iterator[Line]:
         yield Line(f"stage {stage.index}, backward", "time", stage.backward_time, backward)
 
 
-def _step_lines(plan: Plan, steps: Sequence[PipelineStep]) -> Iterator[Line]:
+def _step_lines(plan: Plan, steps: Sequence[PipelineStep], whole: Sequence[StepRecord]) -> Iterator[Line]:
+    """`whole`: the steps of all ranks, which have no instructions where no program runs."""
     schedule = plan.schedule
     yield Line("pipeline", "time", schedule.step_time, _median([step.makespan / 1e9 for step in steps]))
     yield Line("bubble", "share", schedule.bubble_fraction, _median([step.bubble_fraction for step in steps]))
-    yield Line("whole step", "time", None, _median([(step.end - step.start) / 1e9 for step in steps]))
+    yield Line("whole step", "time", None, _median([(step.end - step.start) / 1e9 for step in steps or whole]))
 
 
 def _measured_messages(steps: Sequence[PipelineStep]) -> Messages | None:

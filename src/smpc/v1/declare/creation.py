@@ -21,7 +21,7 @@ import torch
 from smpc.errors import ConfigError, ConfigTypeError
 from smpc.nn.distribution.distribute import tensor_parallelism as distributed
 from smpc.nn.init.delayed import delay_param_initialization
-from smpc.v1.session.state import state
+from smpc.v1.session.process_state import state
 
 _FUSED = "torch chooses the kernels"
 # Arguments of SMP v1 scripts, and why they change nothing here.

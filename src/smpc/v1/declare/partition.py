@@ -30,7 +30,7 @@ from torch import nn
 from smpc.config import Config
 from smpc.errors import ConfigError, ConfigTypeError, UsageError
 from smpc.partitioner.manual import ManualPartition, check_marks
-from smpc.v1.session.state import state
+from smpc.v1.session.process_state import state
 
 _SET = "_smpc_partition"  # set by set_partition for the module itself
 _AROUND = "_smpc_partition_around"  # of the context or list that it was created in; counts less

@@ -29,7 +29,7 @@ from smpc.errors import ConfigError, ConfigTypeError, UsageError
 from smpc.tracer.recording.recorder import current_recorder
 from smpc.tracer.regions import EACH, CheckpointMark, checkpoint_mark, group_size, mark_checkpoint
 from smpc.tracer.structure import flatten
-from smpc.v1.session.state import state
+from smpc.v1.session.process_state import state
 
 
 def checkpoint(module: nn.Module, *args: Any, preserve_rng_state: bool = True) -> Any:

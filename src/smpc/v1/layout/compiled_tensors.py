@@ -45,8 +45,8 @@ from smpc.nn.parallel import Shard, distributed_modules
 from smpc.tracer.ir import Trace
 from smpc.v1.layout.placement import Placement
 from smpc.v1.layout.slices import Slices
-from smpc.v1.session.comm import gather_objects
-from smpc.v1.session.state import Session
+from smpc.v1.session.object_messages import gather_objects
+from smpc.v1.session.process_state import Session
 
 
 class CompiledTensors:
@@ -97,6 +97,7 @@ class CompiledTensors:
         """
         assert self.latest is not None, "a trace has been rewritten"
         check_no_hooks(self._module, dict(self.latest.layouts))
+        placement.release_graphs()
         self._agree(self.latest.trace, placement)
         self._plan = dataclasses.replace(self._plan, layouts=self.latest.layouts)
         layouts, group, device = dict(self.latest.layouts), self._group, self._session.device

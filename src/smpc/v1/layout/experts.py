@@ -44,8 +44,8 @@ from smpc.nn.parallel import Shard
 from smpc.tracer.ir import Trace
 from smpc.v1.layout.placement import Placement
 from smpc.v1.layout.slices import Slices
-from smpc.v1.session.comm import gather_objects
-from smpc.v1.session.state import Session
+from smpc.v1.session.object_messages import gather_objects
+from smpc.v1.session.process_state import Session
 from smpc.v1.session.step_errors import describe, raise_first_step_error
 from smpc.v1.session.wait_limits import exchange
 

@@ -116,6 +116,7 @@ class Placement:
 
     def apply(self) -> None:
         """Free foreign parameters, and move local ones to the device. All buffers are kept: they are small, and may be read anywhere."""
+        self.release_graphs()
         draw_delayed(self._model, self._device, self._seed, self.is_local, self._slices)
         for name, parameter in self._parameters.items():
             if self.is_local(name):
@@ -130,6 +131,18 @@ class Placement:
             if self.is_local(name):
                 buffer.data = buffer.data.to(self._device)
         self.is_spread = True
+
+    def release_graphs(self) -> None:
+        """Takes tensors that modules hold (the weight of `weight_norm`) out of autograd graphs, before parameters get other memory: as long
+        as a graph is there, autograd adds gradients up in the sizes that parameters had when it was made.
+        """
+        for module in self._model.modules():
+            held = {
+                name: value
+                for name, value in vars(module).items()
+                if isinstance(value, Tensor) and value.grad_fn is not None
+            }
+            vars(module).update({name: value.detach() for name, value in held.items()})
 
     def spread(self) -> None:
         """Give every rank only its own tensors again, after `restore` or a move to the CPU."""

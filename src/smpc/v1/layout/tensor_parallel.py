@@ -29,8 +29,8 @@ from smpc.nn.parallel import DistributedModule, distributed_modules
 from smpc.nn.registration import StateHook, Translation
 from smpc.v1.layout.compiled_tensors import CompiledTensors
 from smpc.v1.layout.slices import Slices, digest_of
-from smpc.v1.session.comm import gather_objects
-from smpc.v1.session.state import Session, state
+from smpc.v1.session.object_messages import gather_objects
+from smpc.v1.session.process_state import Session, state
 
 Module = TypeVar("Module", bound=nn.Module)
 

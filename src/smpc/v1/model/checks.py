@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from smpc.errors import ConfigError, ConfigTypeError, ConfigUnsupportedError, UsageError
 from smpc.v1.declare.partition import manual_partition, read_marks
-from smpc.v1.session.state import Session, state
+from smpc.v1.session.process_state import Session, state
 from smpc.v1.steps.context import Measures, StepContext
 
 

@@ -49,7 +49,7 @@ from smpc.v1.model.replication import Replicated, Replication
 from smpc.v1.model.stateful import ShownModel, StateExchange
 from smpc.v1.session.connections import make_control, make_state_control, make_transport
 from smpc.v1.session.precision import Precision, cast_module, half_dtype
-from smpc.v1.session.state import Script, state
+from smpc.v1.session.process_state import Script, state
 from smpc.v1.session.supervision import Supervision
 from smpc.v1.session.wait_limits import enter
 from smpc.v1.steps.arguments import StepBody
@@ -156,7 +156,7 @@ class DistributedModel(ShownModel, TensorParallelModel, ObservedModel, NotWrappe
         held = partial(held_tensors, module, script, has_pipeline=has_pipeline)
         first = None if is_first else state.scripts[0].model
         asked = session.observation if first is None else None  # the launcher's options apply to the first model
-        observer, end_of_watch = make_observer(session, asked, held, self._plan)
+        observer, end_of_watch = make_observer(session, asked, held, self._predicted)
         context = StepContext(
             module=module,
             session=session,
@@ -244,6 +244,7 @@ class DistributedModel(ShownModel, TensorParallelModel, ObservedModel, NotWrappe
         The next step moves every rank's part back to its device.
         """
         state.check_current(self._context.session, "smp.DistributedModel")
+        state.script_of(self).check_filled("model.cpu", "model")
         self._exchange.to_cpu(super().cpu)
         return self
 

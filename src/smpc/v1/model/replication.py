@@ -43,6 +43,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
 from smpc.config import Config
+from smpc.config.keep import keep_of
 from smpc.errors import ConfigError, ConfigUnsupportedError, UsageError
 from smpc.executor import StageReplicas
 from smpc.executor.replicas.apart import ExpertsApart
@@ -50,10 +51,10 @@ from smpc.executor.replicas.fully_shard import ModuleShards, StageShards
 from smpc.executor.replicas.step_hooks import StepHooks
 from smpc.mesh import Axis
 from smpc.mesh.device_mesh import device_mesh
-from smpc.sharding import Keep, ShardingOptions, Unit, find_units
+from smpc.sharding import ShardingOptions, Unit, find_units
 from smpc.sharding.tensors import local
 from smpc.sharding.wide_gradients import widen
-from smpc.v1.session.state import Session
+from smpc.v1.session.process_state import Session
 from smpc.v1.session.wait_limits import exchange
 from smpc.v1.steps.context import StepContext
 
@@ -64,16 +65,17 @@ def units_to_keep(module: nn.Module, config: Config, apart: ExpertsApart | None)
     taken = {unit.name for unit in inner}
     units = [*inner, *(Unit(name) for name in find_units(module) if name not in taken)]
     total = sum(parameter.numel() for parameter in module.parameters())
-    keep = Keep.MICROBATCH if total <= config.sdp_max_live_parameters else Keep.NEVER
+    limits = config.sdp_param_persistence_threshold, config.sdp_max_live_parameters
     names = [unit.name for unit in units]
-    return [replace(unit, keep=Keep.STEP if _is_small(module, unit.name, names, config) else keep) for unit in units]
+    return [replace(unit, keep=keep_of(_largest(module, unit.name, names), total, *limits)) for unit in units]
 
 
-def _is_small(module: nn.Module, name: str, names: Iterable[str], config: Config) -> bool:
+def _largest(module: nn.Module, name: str, names: Iterable[str]) -> int:
+    """Elements of the largest parameter of a unit."""
     inside = [other for other in names if other and other != name and (not name or other.startswith(f"{name}."))]
     taken = {id(parameter) for other in inside for parameter in module.get_submodule(other).parameters()}
     own = [parameter.numel() for parameter in module.get_submodule(name).parameters() if id(parameter) not in taken]
-    return max(own, default=0) < config.sdp_param_persistence_threshold
+    return max(own, default=0)
 
 
 def name_parts(parameters: Iterable[nn.Parameter], group_of: Callable[[nn.Parameter], dist.ProcessGroup]) -> None:

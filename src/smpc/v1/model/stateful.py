@@ -32,10 +32,10 @@ from smpc.errors import ConfigUnsupportedError, StepError
 from smpc.mesh import Axis
 from smpc.partitioner.graph.plan import Plan
 from smpc.v1.model.checks import check_cut
-from smpc.v1.session.control import Control
+from smpc.v1.session.process_state import state
 from smpc.v1.session.skipped_calls import Whereabouts
-from smpc.v1.session.state import state
 from smpc.v1.session.step_errors import describe, raise_error_on_all_ranks
+from smpc.v1.session.step_messages import Control
 from smpc.v1.state_dicts.local import PARTIAL, IncompatibleKeys, ModelState
 from smpc.v1.steps.arguments import map_tensors
 from smpc.v1.steps.context import StepContext
@@ -158,6 +158,7 @@ class StatefulModel(nn.Module):
         that did not call it, after `checkpoint_timeout`. torch.distributed.checkpoint gets this rank's part (`smpc.checkpoint.stateful`).
         """
         state.check_current(self._context.session, "smp.DistributedModel")
+        state.script_of(self).check_filled("model.state_dict", "model")
         if self._context.is_cut and asked_by_torch() is not None:
             return self._exchange.local.held()
         return self._exchange.gather(only_on_rank_0=gather_to_rank0)
@@ -178,7 +179,7 @@ class StatefulModel(nn.Module):
             return found
         if self._context.is_cut:
             return found()
-        self._context.hooks.deferred.append(found)
+        self._context.hooks.defer(found, "model")
         return None
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
@@ -202,12 +203,12 @@ class StatefulModel(nn.Module):
         if self._pipeline is not None and not self._context.is_cut:
             self._pipeline.saved_plan = Plan.from_json(text)
 
-    def when_partitioned(self, load: Callable[[], object]) -> None:
-        """Call `load` now, or in the first step as soon as the model is partitioned."""
+    def when_partitioned(self, load: Callable[[], object], *parts: str) -> None:
+        """Call `load`, which fills in `parts`, now, or in the first step as soon as the model is partitioned."""
         if self._context.is_cut:
             load()
         else:
-            self._context.hooks.deferred.append(load)
+            self._context.hooks.defer(load, *parts)
 
     def meet(self, what: str) -> Control | None:
         """Wait for the ranks that hold the model, before they exchange state; None if it is whole on each.
@@ -298,6 +299,7 @@ class ShownModel(StatefulModel):
         if session.mesh.pp_size == 1:
             self.spread()
             return method(*args, **kwargs)
+        state.script_of(self).check_filled("model.generate", "model")
         parameters = list(context.module.parameters())
         gradients = [None if gradient is None else gradient.detach() for gradient in (p.grad for p in parameters)]
         self._exchange.to_cpu(super().cpu)

@@ -30,7 +30,7 @@ from smpc.errors import StepError, UsageError
 from smpc.optimizers.gradients import clip_by
 from smpc.v1.model.distributed_model import DistributedModel
 from smpc.v1.optimization.fused import SessionNormGroups
-from smpc.v1.session.state import state
+from smpc.v1.session.process_state import state
 
 Tensors = Tensor | Iterable[Tensor]
 _installed: list[tuple[Any, Callable[..., Any]]] = []  # cells, and what was in them

@@ -47,13 +47,13 @@ from smpc.v1.model.distributed_model import DistributedModel
 from smpc.v1.optimization.equal_optimizers import OptimizerAgreement
 from smpc.v1.optimization.fused import FusedLamb, FusedNovoGrad, SessionNormGroups
 from smpc.v1.optimization.loss_scale import LossScaler, make_scaler, refuse_torchs_scaler
-from smpc.v1.optimization.sharded import ShardedNames, Shards, max_norm
-from smpc.v1.optimization.state import OptimizerState
-from smpc.v1.optimization.update_targets import Updates, is_elementwise
+from smpc.v1.optimization.optimizer_state import OptimizerState
+from smpc.v1.optimization.sharded_optimizer_state import ShardedNames, Shards, max_norm
+from smpc.v1.optimization.update_targets import Updates, is_elementwise, is_elementwise_in_trial
 from smpc.v1.session.connections import make_world_control
-from smpc.v1.session.control import Control
 from smpc.v1.session.precision import found_anywhere, session_half_dtype
-from smpc.v1.session.state import ended, state
+from smpc.v1.session.process_state import ended, state
+from smpc.v1.session.step_messages import Control
 
 _PLAIN = frozenset({nn.Parameter, Tensor, AbsentParameter})
 _HOOKS_OF_ALL = _global_optimizer_pre_hooks, _global_optimizer_post_hooks  # of all optimizers, as torch has them
@@ -121,6 +121,20 @@ class DistributedOptimizer(ShardedNames):
                 "where each rank has some of the experts; use another optimizer, or leave the degree out"
             )
 
+    def _check_slices(self) -> None:
+        """Raise ConfigError before the first step of an optimizer that looks at whole parameters of which this rank has slices."""
+        self._has_unknown_slices = False
+        model, optimizer = self._script.model, self.optimizer
+        held = [p for group in optimizer.param_groups for p in group["params"]]
+        if model is None or not any(model.is_distributed_parameter(self.parameter_of(p)) for p in held):
+            return
+        if not is_elementwise_in_trial(optimizer):
+            raise ConfigError(
+                f"tensor_parallel_degree: expected an optimizer whose update of an element depends on that element alone, or "
+                f"smp.optimizers.FusedLamb or FusedNovoGrad; found {type(optimizer).__name__}, which gives other values to the halves of a "
+                "tensor than to the whole of it, and each rank has slices of parameters; use another optimizer, or leave the degree out"
+            )
+
     def _begin(self, scaler: LossScaler, half: torch.dtype | None) -> None:
         optimizer = self.optimizer
         if isinstance(state.model, DistributedModel):
@@ -131,6 +145,8 @@ class DistributedOptimizer(ShardedNames):
         shards, self._world = _make_shards()
         sizes = (state.session.mesh.tp_size, state.session.mesh.ep_size) if state.initialized else ()
         self._updates = Updates(optimizer, half, shards, *sizes)
+        takes_norms = isinstance(optimizer, (FusedLamb, FusedNovoGrad))  # over all ranks
+        self._has_unknown_slices = max(sizes[:1], default=1) > 1 and not takes_norms and not is_elementwise(optimizer)
         self._state = OptimizerState(optimizer, self._updates, self._scaler, self._world)
         self._taken = False  # whether masters have the gradients of the last backward
         self._used_scale: float | None = None  # of the last backward
@@ -312,6 +328,8 @@ class DistributedOptimizer(ShardedNames):
             if self._script.untold is self:
                 self._script.untold = None
             agreement.check()
+        if self._has_unknown_slices:
+            self._check_slices()
         model = self._script.model
         watched = model.optimizer_step() if model is not None else contextlib.nullcontext()
         if self._max_norm > 0:
@@ -445,6 +463,7 @@ class DistributedOptimizer(ShardedNames):
         `gather_if_shard`: with sharded state, also the state that other ranks own: collective over all ranks. Otherwise only this rank's
         share.
         """
+        self._script.check_filled("optimizer.local_state_dict", "optimizer")
         self._prepare()
         return self._state.local(gather=gather_if_shard)
 
@@ -455,6 +474,7 @@ class DistributedOptimizer(ShardedNames):
         gets it, the others {}. torch.distributed.checkpoint gets this rank's part (`smpc.checkpoint.stateful`).
         """
         purpose = asked_by_torch()  # inspects the caller of this method
+        self._script.check_filled("optimizer.state_dict", "optimizer")
         with state.acting(self._script):
             self._prepare()
             if purpose is not None and self._state.is_ready:
@@ -471,6 +491,7 @@ class DistributedOptimizer(ShardedNames):
         """
         if not self._state.is_ready:
             self._deferred = state_dict
+            self._script.awaited.add("optimizer")
             return
         self._prepare()
         if isinstance(state_dict, Held):

@@ -25,8 +25,8 @@ from smpc.optimizers import NormGroups
 from smpc.optimizers.gradients import clip_by
 from smpc.optimizers.norm_groups import sum_norms
 from smpc.v1.model.distributed_model import DistributedModel
-from smpc.v1.optimization.sharded import Shards
-from smpc.v1.session.state import state
+from smpc.v1.optimization.sharded_optimizer_state import Shards
+from smpc.v1.session.process_state import state
 
 
 @dataclass(frozen=True, slots=True)

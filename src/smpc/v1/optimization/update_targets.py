@@ -15,12 +15,17 @@ no gradient while the optimizer steps, so any optimizer skips it.
 
 They are known by exact class: a subclass may do anything. A class that is not in the list (LAMB, NovoGrad, Adafactor, Muon, LBFGS,
 SparseAdam, classes of others) gets whole parameters.
+
+Slices of tensor-parallel ranks cannot be made whole. `is_elementwise_in_trial` tells classes of others by what they do: it gives a copy of
+the optimizer a small tensor, another copy the tensor's halves, and compares what three steps make of them.
 """
 
 from __future__ import annotations
 
+import copy
 import math
-from collections.abc import Iterator
+from collections import OrderedDict, defaultdict
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -35,7 +40,7 @@ from smpc.v1.model.distributed_model import DistributedModel
 from smpc.v1.optimization import fused as session_fused
 from smpc.v1.optimization.masters import Masters
 from smpc.v1.optimization.parameter_rows import Parts
-from smpc.v1.optimization.sharded import Entry, Shards
+from smpc.v1.optimization.sharded_optimizer_state import Entry, Shards
 
 ELEMENTWISE: tuple[type[Optimizer], ...] = (
     torch.optim.ASGD,
@@ -54,9 +59,50 @@ ELEMENTWISE: tuple[type[Optimizer], ...] = (
 )
 
 
+_TRIAL_STEPS = 3
+
+
 def is_elementwise(optimizer: Optimizer) -> bool:
     """Whether an optimizer's update of an element depends on nothing else of the parameter; see the module's docstring."""
     return type(optimizer) in ELEMENTWISE
+
+
+def is_elementwise_in_trial(optimizer: Optimizer) -> bool:
+    """Whether steps on halves of a tensor give the halves of steps on it. False, too, if such a step fails: it may need a closure."""
+    return is_elementwise(optimizer) or all(
+        _treats_halves_alike(optimizer, group, dim) for group in optimizer.param_groups for dim in (0, 1)
+    )
+
+
+def _treats_halves_alike(optimizer: Optimizer, group: Mapping[str, Any], dim: int) -> bool:
+    generator = torch.Generator().manual_seed(0)
+    dtype = next((p.dtype for p in group["params"] if p.dtype.is_floating_point), torch.float32)
+    start, *grads = torch.randn(1 + _TRIAL_STEPS, 6, 4, generator=generator).to(dtype).unbind(0)
+    grads = [grad * torch.linspace(0.1, 3, 24).to(dtype).view(6, 4) for grad in grads]  # halves have other norms
+    try:
+        whole = _after_steps(optimizer, group, [start], [[grad] for grad in grads])[0]
+        halves = _after_steps(optimizer, group, start.chunk(2, dim), [grad.chunk(2, dim) for grad in grads])
+    except Exception:
+        return False
+    return torch.allclose(torch.cat(halves, dim), whole, rtol=1e-2 if dtype.itemsize < 4 else 1e-5)
+
+
+def _after_steps(
+    optimizer: Optimizer, group: Mapping[str, Any], values: Sequence[Tensor], grads: Sequence[Sequence[Tensor]]
+) -> list[Tensor]:
+    """What a copy of the optimizer, with its options but without its state and hooks, makes of parameters of these values."""
+    parameters = [torch.nn.Parameter(value.clone()) for value in values]
+    trial = object.__new__(type(optimizer))
+    trial.__dict__.update(
+        {name: copy.copy(v) if isinstance(v, (dict, list)) else v for name, v in vars(optimizer).items()}
+    )
+    trial.__dict__.update(_optimizer_step_pre_hooks=OrderedDict(), _optimizer_step_post_hooks=OrderedDict())
+    trial.__dict__.update(state=defaultdict(dict), param_groups=[{**group, "params": parameters}])
+    for step in grads:
+        for parameter, grad in zip(parameters, step, strict=True):
+            parameter.grad = grad.clone()
+        type(optimizer).step(trial)
+    return [parameter.detach() for parameter in parameters]
 
 
 class Updates:

@@ -21,7 +21,7 @@ from typing import Any, Protocol, runtime_checkable
 from smpc.checkpoint import Channel, Checkpoint, together
 from smpc.errors import CheckpointError, ConfigTypeError
 from smpc.mesh import Axis, Mesh
-from smpc.v1.session.state import Session
+from smpc.v1.session.process_state import Session
 
 DATA = "data"
 

@@ -42,9 +42,9 @@ from smpc.checkpoint import (
     write_folder,
 )
 from smpc.checkpoint.folder.folders import check_tag, mark
-from smpc.checkpoint.format.regular import printable
+from smpc.checkpoint.format.regular_file import printable
+from smpc.checkpoint.sources.conversion_sources import SAVE, Source
 from smpc.checkpoint.sources.renamed_source import CanonicalSource, ComputedSource, RenamedSource, SourceView
-from smpc.checkpoint.sources.sources import SAVE, Source
 from smpc.errors import CheckpointError
 from smpc.nn.state_format import StateFormat
 from smpc.v1.model.distributed_model import DistributedModel

@@ -24,9 +24,9 @@ from typing import Any
 from smpc.checkpoint import Root, read_file, standing
 from smpc.checkpoint.folder.folders import check_whole, last_in_folder, read_marker, wrong_marker
 from smpc.checkpoint.format.manifest import NAME, is_plain_name
-from smpc.checkpoint.format.regular import is_file, printable
+from smpc.checkpoint.format.regular_file import is_file, printable
 from smpc.checkpoint.format.tensorfile import is_tensorfile
-from smpc.checkpoint.sources.sources import SAVE, SafetensorsSource
+from smpc.checkpoint.sources.conversion_sources import SAVE, SafetensorsSource
 from smpc.errors import CheckpointError
 
 MARKER, CONTENT = "newest_full", "user_content_"

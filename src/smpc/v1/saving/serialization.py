@@ -29,11 +29,11 @@ from typing import Any
 
 from smpc.checkpoint import Checkpoint, read_file, write_file
 from smpc.checkpoint.folder.folders import MARKER, is_checkpoint, read_marker
-from smpc.checkpoint.format.content import VALUES
+from smpc.checkpoint.format.draft_content import VALUES
 from smpc.errors import CheckpointError, ConfigError, ConfigTypeError
 from smpc.v1.saving import full_folder
+from smpc.v1.session.process_state import state
 from smpc.v1.session.ranks import mp_rank, pp_rank, rdp_rank, tp_rank
-from smpc.v1.session.state import state
 
 _USER = "user_content.pt"
 

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from smpc.checkpoint import Channel, Checkpoint, capture_rng, restore_rng, together
-from smpc.v1.session.state import Session
+from smpc.v1.session.process_state import Session
 
 RNG, STREAMS = "rng", "tensor_parallel_rng"
 

@@ -16,8 +16,8 @@ from torch.distributed.distributed_c10d import Store, _get_default_store
 from smpc.executor.transport import GlooTransport, NcclTransport, Transport
 from smpc.launch.store import store_of_job
 from smpc.mesh import Axis
-from smpc.v1.session.control import Control
-from smpc.v1.session.state import Session
+from smpc.v1.session.process_state import Session
+from smpc.v1.session.step_messages import Control
 from smpc.v1.session.wait_limits import exchange
 
 # Ranks wait for pipeline rank 0 between steps too, while it reads data or writes a checkpoint. Ranks that die close their connections.

@@ -31,8 +31,8 @@ from torch._C._distributed_c10d import HashStore, Store
 from torch.distributed.distributed_c10d import _get_default_store
 
 from smpc.config import Config
+from smpc.dist.process_groups import watch_end
 from smpc.dist.sampling import divide_data
-from smpc.dist.start import watch_end
 from smpc.errors import ConfigError
 from smpc.executor import FailureMonitor
 from smpc.executor.collectives import TensorGroup
@@ -47,9 +47,9 @@ from smpc.nn.parallel import TensorParallel, set_parallel
 from smpc.nn.random import RandomStreams
 from smpc.observe.window import Observation, Window
 from smpc.places import Launch
-from smpc.v1.session.comm import gather_objects
+from smpc.v1.session.object_messages import gather_objects
+from smpc.v1.session.process_state import Session, state
 from smpc.v1.session.rendezvous import meet
-from smpc.v1.session.state import Session, state
 from smpc.v1.session.wait_limits import longest_timeout, make_monitor
 
 _LATER = 60.0  # seconds

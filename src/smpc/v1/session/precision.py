@@ -18,7 +18,7 @@ from torch import nn
 
 from smpc.config import Config
 from smpc.mesh import Axis
-from smpc.v1.session.state import Script, Session
+from smpc.v1.session.process_state import Script, Session
 
 HALVES = (torch.float16, torch.bfloat16)
 

@@ -25,7 +25,7 @@ from __future__ import annotations
 import torch.distributed as dist
 
 from smpc.mesh import Axis
-from smpc.v1.session.state import state
+from smpc.v1.session.process_state import state
 
 
 def is_initialized() -> bool:

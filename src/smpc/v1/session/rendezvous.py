@@ -19,7 +19,7 @@ from torch._C._distributed_c10d import PrefixStore, Store
 from smpc.errors import ConfigError, PeerError, TransportError
 from smpc.launch.store import job_store, store_of_job
 from smpc.places import Launch
-from smpc.v1.session.state import state
+from smpc.v1.session.process_state import state
 from smpc.v1.session.wait_limits import ranks_that_ended
 
 _HERE = "smpc_here"  # store key: which processes have called smp.init

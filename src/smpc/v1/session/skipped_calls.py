@@ -26,11 +26,11 @@ from torch._C._distributed_c10d import PrefixStore, Store
 
 from smpc.checkpoint import channel
 from smpc.executor.failure.monitor import FailureMonitor
-from smpc.executor.failure.stall import Activity, activity_of, frame_of, stack_of
+from smpc.executor.failure.stall import WAITS, activity_of, frame_of, stack_of
 from smpc.mesh import Axis
-from smpc.v1.session import control
+from smpc.v1.session import step_messages
 from smpc.v1.session.connections import job_store
-from smpc.v1.session.state import Session, state
+from smpc.v1.session.process_state import Session, state
 
 _BLOCKED_SECONDS = 10.0  # in which a collective call that others have entered would end
 _SILENT_SECONDS = 4.0  # in which the monitor's thread looks eight times
@@ -73,10 +73,7 @@ class Whereabouts:
             if self._answering.check([key]):
                 self._answering.delete_key(key)
                 frame = frame_of(self._main)
-                is_waiting = activity_of(frame, (control.__file__, channel.__file__), False) in (
-                    Activity.COLLECTIVE,
-                    Activity.WAITING,
-                )
+                is_waiting = activity_of(frame, (step_messages.__file__, channel.__file__), False) in WAITS
                 said = {
                     "steps": self._monitor.num_steps,
                     "stack": stack_of(frame)[-_MAX_ANSWER // 2 :] if is_waiting else "",

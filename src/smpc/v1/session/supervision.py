@@ -15,8 +15,8 @@ from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 
 from smpc.executor.failure.start import Phase
+from smpc.v1.session.process_state import Session
 from smpc.v1.session.skipped_calls import Whereabouts
-from smpc.v1.session.state import Session
 
 
 class Supervision:

@@ -24,12 +24,21 @@ from smpc.executor import FailureMonitor
 from smpc.executor.failure.start import Phase
 from smpc.launch.store import ENDED
 from smpc.mesh import Mesh
-from smpc.v1.session.state import state
+from smpc.v1.session.process_state import state
 from smpc.v1.session.step_errors import tell_launcher
 
 _PACKAGE = Path(__file__).parents[2]
 # Where a rank waits for its peers, beside the calls of torch.distributed.
-_WAITS = tuple(str(_PACKAGE / name) for name in ("v1/session/control.py", "v1/steps/join.py", "checkpoint/channel.py"))
+_WAITS = tuple(
+    str(_PACKAGE / name)
+    for name in (
+        "v1/session/step_messages.py",
+        "v1/steps/join.py",
+        "checkpoint/channel.py",
+        "experts/shuffle.py",
+        "optimizers/norm_groups.py",
+    )
+)
 assert all(map(os.path.exists, _WAITS)), _WAITS
 
 

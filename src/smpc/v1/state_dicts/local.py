@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -20,15 +21,15 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from smpc import checkpoint
-from smpc.checkpoint.format.regular import printable
+from smpc.checkpoint.format.regular_file import printable
 from smpc.checkpoint.stateful import Held, held
 from smpc.errors import CheckpointError
 from smpc.nn.parallel import Shard
 from smpc.sharding.tensors import local, own_part_of_sharded, whole
 from smpc.v1.layout.placement import Placement
 from smpc.v1.layout.slices import Slices, place
-from smpc.v1.session.control import Control
 from smpc.v1.session.precision import loads_as
+from smpc.v1.session.step_messages import Control
 from smpc.v1.state_dicts.hooks import (
     Given,
     IncompatibleKeys,
@@ -123,11 +124,14 @@ class ModelState:
         collect(self._module, run_hooks=True)
 
     def shards(self) -> list[checkpoint.Shard]:
-        """This rank's state for a checkpoint: its parameters and persistent buffers, by canonical name. Views, not copies."""
+        """This rank's state for a checkpoint: its parameters and persistent buffers, by canonical name. Views, not copies.
+
+        Replicas update buffers by their own samples: the first one's count, which the others take in the next step.
+        """
         self._placement.draw()
         saved = {id(value) for value in self._entries().values()}
         return [
-            part
+            replace(part, varies=not isinstance(tensor, nn.Parameter))
             for name, tensor in self._named()
             if id(tensor) in saved and self._placement.is_local(name)
             for part in place("model", name, tensor, self._slices.get(name))

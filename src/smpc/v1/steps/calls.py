@@ -14,9 +14,10 @@ num_microbatches).backward()` summed over the microbatches. A loss scale divides
 
 from __future__ import annotations
 
+import copy
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, is_dataclass
 from types import FunctionType, ModuleType
 from typing import Any, Protocol
 
@@ -29,7 +30,7 @@ from smpc.errors import StepError
 from smpc.sample_inputs import Inputs
 from smpc.tracer.ir import Autocast
 from smpc.v1.session.precision import HALVES
-from smpc.v1.steps.arguments import map_tensors
+from smpc.v1.steps.arguments import map_leaves
 
 Tensors = Tensor | Sequence[Tensor]
 Gradients = Tensor | Sequence[Tensor | None] | None
@@ -156,20 +157,24 @@ class Whole:
         self._module = module
         self._scale = scale
         self._more_roots = more_roots
+        self.inputs: Inputs | None = None  # of the call, until the step function returns
         self.called = False
         self.did_backward = False
         self.losses: list[Tensor] = []
+        self.autocast: Autocast | None = None
         self._outputs = Outputs(step_name)
 
     def close(self) -> None:
         """The step function has returned."""
         self._outputs.release()
+        self.inputs = None
 
     def forward(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """The module's own forward."""
         if self.called:
             raise _called_twice(self._step_name)
         self.called = True
+        self.inputs, self.autocast = (args, dict(kwargs)), autocast_of_step_function()
         output = self._module(*args, **kwargs)
         self._outputs.watch(output)
         return output
@@ -240,14 +245,37 @@ def cast_inputs(values: Any, dtype: torch.dtype | None) -> Any:
     """The model's inputs, with fp32 tensors cast to `dtype`."""
     if dtype is None:
         return values
-    return map_tensors(values, lambda tensor: tensor.to(dtype) if tensor.dtype is torch.float32 else tensor)
+    return _cast(values, lambda tensor: tensor.to(dtype) if tensor.dtype is torch.float32 else tensor)
 
 
 def cast_outputs(values: Any, dtype: torch.dtype | None) -> Any:
     """The model's outputs, with half-precision tensors cast to fp32."""
     if dtype is None:
         return values
-    return map_tensors(values, lambda tensor: tensor.float() if tensor.dtype in HALVES else tensor)
+    return _cast(values, lambda tensor: tensor.float() if tensor.dtype in HALVES else tensor)
+
+
+def _cast(values: Any, function: Callable[[Tensor], Tensor], around: tuple[Any, ...] = ()) -> Any:
+    """The values with `function(tensor)` in place of every tensor in their containers and dataclasses.
+
+    `around`: the dataclasses that hold the values; one that holds itself is not entered again.
+    """
+
+    def leaf(value: Any, path: str) -> Any:
+        if isinstance(value, Tensor):
+            return function(value)
+        if not is_dataclass(value) or isinstance(value, (type, nn.Module)) or any(value is each for each in around):
+            return value
+        old = {field.name: getattr(value, field.name) for field in fields(value) if hasattr(value, field.name)}
+        new = _cast(old, function, (*around, value))
+        if new is old:
+            return value
+        changed = copy.copy(value)
+        for name, item in new.items():
+            object.__setattr__(changed, name, item)  # frozen ones, too
+        return changed
+
+    return map_leaves(values, leaf, "")
 
 
 def tensors_within(value: Any) -> Iterator[Tensor]:

@@ -31,7 +31,7 @@ from smpc.v1.layout.experts import DividedExperts
 from smpc.v1.layout.placement import Placement
 from smpc.v1.layout.tensor_parallel import Distribution
 from smpc.v1.session.precision import Precision
-from smpc.v1.session.state import Script, Session
+from smpc.v1.session.process_state import Script, Session
 from smpc.v1.session.supervision import Supervision
 from smpc.v1.session.wait_limits import enter
 from smpc.v1.steps.calls import ModelCalls
@@ -70,6 +70,11 @@ class ModelHooks:
             hook(self._model, self._script.optimizer)
         return handle
 
+    def defer(self, load: Callable[[], object], *parts: str) -> None:
+        """Call `load` in the first step; it fills in `parts`, the model or the optimizer."""
+        self.deferred.append(load)
+        self._script.awaited.update(parts)
+
     def run(self) -> None:
         """In the first step, once the model is cut and before anything runs."""
         enter(Phase.STEP, "running it")
@@ -81,6 +86,7 @@ class ModelHooks:
         if optimizer is not None:
             optimizer.load_deferred()
             optimizer.tell_others()  # the optimizer reported before this step may differ from the loaded one
+        self._script.awaited.clear()
         for hook in list(self._post_partition.values()):
             hook(self._model, optimizer)
 

@@ -33,8 +33,8 @@ from smpc.sample_inputs import Inputs
 from smpc.tracer.constants import is_constant, normalise
 from smpc.tracer.ir import NodeKind, Trace
 from smpc.v1.layout.slices import digest_of
-from smpc.v1.session.comm import gather_objects
-from smpc.v1.session.state import Session
+from smpc.v1.session.object_messages import gather_objects
+from smpc.v1.session.process_state import Session
 from smpc.v1.session.step_errors import describe, raise_first_step_error
 from smpc.v1.steps.arguments import Arguments, map_leaves
 

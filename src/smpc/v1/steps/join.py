@@ -41,7 +41,7 @@ from torch import Tensor
 from smpc.errors import NonFiniteLossError, SmpcError, StepError
 from smpc.executor import StageReplicas
 from smpc.mesh import Axis
-from smpc.v1.session.state import Session
+from smpc.v1.session.process_state import Session
 from smpc.v1.steps.context import StepContext
 from smpc.v1.steps.nonfinite import agree, describe_verdict
 

@@ -16,6 +16,7 @@ from smpc.runtime import Roots
 from smpc.v1.steps.arguments import Arguments, StepBody
 from smpc.v1.steps.calls import Tail
 from smpc.v1.steps.context import StepContext
+from smpc.v1.steps.draws import Sent, drawing_from
 from smpc.v1.steps.nonfinite import Losses
 from smpc.v1.steps.results import Returned, take
 
@@ -23,18 +24,22 @@ from smpc.v1.steps.results import Returned, take
 class LastRank:
     """The step function in one step.
 
-    `arguments` returns the arguments of every microbatch, once they have arrived.
+    `arguments` returns the arguments of every microbatch, once they have arrived, and the random states to run it from, if it draws.
     """
 
     def __init__(
-        self, context: StepContext, body: StepBody, arguments: Callable[[], list[Arguments]], trains: bool
+        self,
+        context: StepContext,
+        body: StepBody,
+        arguments: Callable[[], list[tuple[Arguments, Sent | None]]],
+        trains: bool,
     ) -> None:
         self._context = context
         self._body = body
         self._arguments = arguments
         self._trains = trains
         self._scale = context.divisor / context.precision.loss_scale  # of gradients
-        self._microbatches: list[Arguments] | None = None
+        self._microbatches: list[tuple[Arguments, Sent | None]] | None = None
         self._values: dict[int, Returned] = {}
         self.did_backward = False
         self.losses = Losses(context.precision)
@@ -59,7 +64,9 @@ class LastRank:
             self._microbatches = self._arguments()
         tail = self._context.calls = Tail(body.name, output, self._scale)
         try:
-            self._values[microbatch] = take(body.call(self._microbatches[microbatch]), body.detach_outputs)
+            arguments, states = self._microbatches[microbatch]
+            with drawing_from(states, self._context.session.device):
+                self._values[microbatch] = take(body.call(arguments), body.detach_outputs)
         finally:
             self._context.calls = None
             tail.close()

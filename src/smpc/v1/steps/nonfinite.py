@@ -26,9 +26,9 @@ from torch import Tensor
 
 from smpc.errors import UsageError
 from smpc.mesh import Axis
-from smpc.v1.session.comm import gather_objects
+from smpc.v1.session.object_messages import gather_objects
 from smpc.v1.session.precision import Precision
-from smpc.v1.session.state import Session
+from smpc.v1.session.process_state import Session
 from smpc.v1.steps.arguments import StepBody
 
 _KINDS = ("nan", "inf", "-inf")

@@ -41,16 +41,17 @@ from smpc.observe.observer import Watch
 from smpc.partitioner.graph.plan import Plan
 from smpc.runtime import Runtime
 from smpc.sample_inputs import Inputs
-from smpc.tracer.environment.guarded import Environment
+from smpc.tracer.environment.environment_guards import Environment
 from smpc.tracer.environment.memory_words import DictVersions
-from smpc.tracer.guards import state_asked_for
+from smpc.tracer.input_guards import state_asked_for
 from smpc.tracer.state.state_use import StateUse
-from smpc.v1.session.control import Control
 from smpc.v1.session.step_errors import AGREED, Description, describe, raise_error_on_all_ranks
+from smpc.v1.session.step_messages import Control
 from smpc.v1.steps.arguments import ArgumentForm, Arguments, StepBody, form_of, merge_arguments, on_device
 from smpc.v1.steps.calls import Capture, Captured
 from smpc.v1.steps.context import StepContext
 from smpc.v1.steps.context_parallel import SharedSequences, digests_of
+from smpc.v1.steps.draws import DRAWS, Sent, as_tensors
 from smpc.v1.steps.last_stage import LastRank
 from smpc.v1.steps.nonfinite import agree
 from smpc.v1.steps.programs.compiler import Compiler
@@ -63,6 +64,7 @@ from smpc.v1.steps.programs.signature import (
     verify_first,
 )
 from smpc.v1.steps.results import ResultForm, loss_from_bits, loss_to_bits, pack, read_results
+from smpc.verification.random_state import RandomState
 
 OwnArguments = Callable[[], Arguments]  # this rank's arguments of a step; binding them may fail
 _AT_END = 1 << 30
@@ -287,6 +289,7 @@ class Pipeline:
             modes = self._modes.read()
         inputs: list[Inputs] = []
         signatures: list[Signature] = []
+        states = [RandomState.now(self._session.device)]
         for index, microbatch in enumerate(microbatches):
             capture = Capture(body.name)
             context.calls = capture
@@ -305,8 +308,10 @@ class Pipeline:
                 )
             inputs.append(capture.inputs)
             signatures.append(read_signature(capture.inputs, modes, capture.grad_enabled, capture.autocast))
+            states.append(RandomState.now(self._session.device))
         check_equal(signatures, body.name)
-        form, tensors = form_of(arguments)
+        drawn = {} if states[0].is_same(states[-1]) else {DRAWS: [as_tensors(each) for each in states[:-1]]}
+        form, tensors = form_of({**arguments, **drawn})
         asked = signatures[0].with_ones(inputs)
         known = self.programs.lookup(asked, inputs, context.module)
         if known is not None:
@@ -359,16 +364,17 @@ class Pipeline:
 
     def _arguments(
         self, body: StepBody, own: OwnArguments, form: ArgumentForm, request: Request | None
-    ) -> Callable[[], list[Arguments]]:
+    ) -> Callable[[], list[tuple[Arguments, Sent | None]]]:
         """Last rank: post the receives now, wait when the first output exists."""
         formats = form.formats
         receipts = [] if request is not None else self._control.receive(formats, 0)
 
-        def arrive() -> list[Arguments]:
+        def arrive() -> list[tuple[Arguments, Sent | None]]:
             tensors = request.tensors if request is not None else self._control.wait(receipts)
             device = self._session.device
             merged = on_device(merge_arguments(form, own(), tensors), device)
-            return body.split(merged, self._num_microbatches, device)
+            states = merged.pop(DRAWS, [None] * self._num_microbatches)
+            return list(zip(body.split(merged, self._num_microbatches, device), states, strict=True))
 
         return arrive
 

@@ -35,7 +35,7 @@ from torch.utils._pytree import tree_leaves
 
 from smpc.errors import CheckpointError, ConfigTypeError, NonFiniteLossError, StepError, UsageError
 from smpc.observe.observer import Watch
-from smpc.v1.session.state import Script, state
+from smpc.v1.session.process_state import Script, state
 from smpc.v1.session.step_errors import from_script, user_part
 from smpc.v1.steps.arguments import Arguments, StepBody
 from smpc.v1.steps.calls import ModelCalls, autocast_of_step_function
@@ -134,6 +134,11 @@ class StepRunner:
 
     def __init__(self, context: StepContext, steps: Steps, single: Single | None) -> None:
         self._context, self._steps, self._single = context, steps, single
+
+    @property
+    def single(self) -> Single | None:
+        """Its steps without a pipeline."""
+        return self._single
 
     def run(self, body: StepBody, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """Run a step function on the whole batch."""

@@ -33,11 +33,13 @@ from smpc.executor.replicas.fully_shard import ModuleShards
 from smpc.executor.replicas.group_hooks import innermost
 from smpc.executor.replicas.step_hooks import StepHooks
 from smpc.observe.observer import Watch, batch_of
+from smpc.sample_inputs import Inputs
+from smpc.tracer.ir import Autocast
 from smpc.v1.steps.arguments import Arguments, StepBody, on_device
 from smpc.v1.steps.calls import Gradients, Tensors, Whole, make_roots, tensors_within
 from smpc.v1.steps.context import StepContext
 from smpc.v1.steps.nonfinite import Losses, agree
-from smpc.v1.steps.programs.signature import ModeReader
+from smpc.v1.steps.programs.signature import ModeReader, Signature, read_signature
 from smpc.v1.steps.results import read_results, take
 
 
@@ -128,6 +130,7 @@ class Single:
         self._first_modes = self._modes.read()
         self._evaluations: set[int] = set()  # step functions that were never followed by a backward
         self.direct = Direct(context, replicas)  # outside of steps
+        self.observed: Signature | None = None  # of the microbatches of the last training step that was observed
 
     def settle(self) -> None:
         """Before the model runs: move it to its device, after cpu(); run the hooks that wait for the first call."""
@@ -169,6 +172,8 @@ class Single:
             context.calls = whole
             try:
                 values.append(take(body.call(microbatch), body.detach_outputs))
+                if watch.is_wanted and whole.did_backward and whole.inputs is not None:
+                    self._note(whole.inputs, whole.autocast)
             finally:
                 context.calls = None
                 whole.close()
@@ -187,6 +192,11 @@ class Single:
             watch.loss, watch.training = losses.mean, any(backwards)
             watch.samples, watch.tokens = batch_of(_specs(microbatches[0]), len(microbatches))
         return value, verdict
+
+    def _note(self, inputs: Inputs, autocast: Autocast | None) -> None:
+        """What predictions of the step are made for; nothing, where a pipeline could not take the inputs."""
+        with contextlib.suppress(StepError):
+            self.observed = read_signature(inputs, self._first_modes, True, autocast)
 
     def _may_train(self, body: StepBody) -> bool:
         """Whether a step of the function may do a backward; replicas then exchange buffers before it."""

@@ -17,8 +17,8 @@ from typing import Any
 import torch.distributed as dist
 
 from smpc.dist import initialize_dist
+from smpc.dist.process_groups import watch_end
 from smpc.dist.sampling import divide_data
-from smpc.dist.start import watch_end
 from smpc.errors import ConfigError
 from smpc.mesh import Axis, Mesh
 from smpc.mesh.device_mesh import make_groups

@@ -39,7 +39,7 @@ from smpc.executor.draws import draw_as_first
 from smpc.executor.tensor_ops import all_gather, own_part
 from smpc.experts.linear import scale_gradient
 from smpc.in_place import InPlace, Whole, skeleton, whole_parameters
-from smpc.recorded import OPTIONS, check_not_shared
+from smpc.recorded_module import OPTIONS, check_not_shared
 from smpc.sample_inputs import Inputs
 from smpc.tracer.ir import NodeKind, Trace
 from smpc.tracer.record import record

@@ -34,7 +34,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-from smpc.checkpoint.format.content import Shard as HeldShard
+from smpc.checkpoint.format.draft_content import Shard as HeldShard
 from smpc.checkpoint.stateful import HeldTensor
 from smpc.codegen.rewrite.tensor_parallel.layouts import Layout
 from smpc.executor.collectives import TensorGroup, gathered

@@ -40,18 +40,19 @@ from smpc.partitioner.costs.device_file import find_device
 from smpc.partitioner.costs.optimizers import Optimizer, find_optimizer
 from smpc.partitioner.graph.plan import Plan, plan_warnings
 from smpc.sample_inputs import Inputs
+from smpc.sharding import undivided
 from smpc.tracer.attempt import Request
 from smpc.tracer.environment.memory_words import DictVersions
-from smpc.tracer.guards import Answers
+from smpc.tracer.input_guards import Answers
 from smpc.tracer.ir import Trace
 from smpc.tracer.record import Recording, record_guarded
 from smpc.tracer.same_model import same_model
 from smpc.v1.declare.partition import manual_partition
-from smpc.v1.session.comm import gather_objects
-from smpc.v1.session.control import Control
-from smpc.v1.session.precision import planned_optimizer
-from smpc.v1.session.state import Session
+from smpc.v1.session.object_messages import gather_objects
+from smpc.v1.session.precision import half_dtype, planned_optimizer
+from smpc.v1.session.process_state import Session
 from smpc.v1.session.step_errors import describe, raise_error_on_all_ranks, raise_first_step_error
+from smpc.v1.session.step_messages import Control
 from smpc.v1.session.wait_limits import enter, exchange
 from smpc.v1.steps.context import Measures, StepContext
 from smpc.v1.steps.programs.signature import ModeReader, Signature, broken
@@ -213,6 +214,7 @@ class Compiler:
                 times = None if like else self._times
                 is_measured = self._context.measures.times and times is not None
                 changes: dict[str, Any] = {"times": times, "is_measured": is_measured, "apart": self._experts_apart}
+                changes |= {"sends_batch": True, "casts_inputs": half_dtype(self._session.config) is not None}
                 traced = dataclasses.replace(self._traced, trace=trace, **changes)
                 planned = plan_trace(traced, options, like=like, saved=saved, order=self._order(like))
                 for text in plan_warnings(planned.plan) if like is None else ():
@@ -234,14 +236,7 @@ class Compiler:
     @property
     def _experts_apart(self) -> tuple[frozenset[str], Optimizer] | None:
         """The parameters that fewer ranks hold than others, and their optimizer state."""
-        experts = self._context.experts
-        if experts is None:
-            return None
-        optimizer, mesh = find_optimizer(self._options.optimizer), self._session.mesh
-        if self._session.is_sharded:
-            parts = Axis.EXPERT_FSDP if mesh.shard_size > 1 else Axis.EXPERT_DATA
-            return experts.names, optimizer.in_parts_on(mesh.size(parts))
-        return experts.names, optimizer.replicated(mesh.size(Axis.EXPERT_DATA), self._options.shard_optimizer_state)
+        return _experts_apart(self._context, self._options)
 
     def _measure(self, inputs: Inputs) -> list[list[float]]:
         """Seconds of the forwards and backwards of the nodes, on this rank and the first microbatch; if wanted, their workspace."""
@@ -291,6 +286,44 @@ class Compiler:
         return dataclasses.replace(recording, trace=self._traced.trace)
 
 
+def plan_alone(context: StepContext, signature: Signature) -> Plan:
+    """What is predicted of a rank that runs the whole model as it is, for microbatches of this signature.
+
+    Raises TraceError for a model that cannot be recorded without values.
+    """
+    session, module, config = context.session, context.module, context.session.config
+    options, on_gpu = _options(session, Measures()), session.device.type == "cuda"
+    request = Request(*signature.sample(), session.device, None, signature.autocast, (), dict(module.named_buffers()))
+    context.script.job.tracing = True
+    try:
+        with (
+            torch.inference_mode(False),
+            torch.set_grad_enabled(signature.grad_enabled),
+            context.placement.skeleton(),
+            undivided(module),
+        ):
+            trace = record_guarded(module, request).trace
+    finally:
+        context.script.job.tracing = False
+    units = config.sdp_param_persistence_threshold, config.sdp_max_live_parameters
+    traced = rewrite_trace(trace, options, on_gpu=on_gpu)
+    traced = dataclasses.replace(traced, apart=_experts_apart(context, options), units=units)
+    traced = dataclasses.replace(traced, casts_inputs=half_dtype(config) is not None)
+    return plan_trace(traced, options, prove=False).plan
+
+
+def _experts_apart(context: StepContext, options: PipelineOptions) -> tuple[frozenset[str], Optimizer] | None:
+    """The parameters of experts that ranks divide, and their optimizer state."""
+    experts, session, mesh = context.experts, context.session, context.session.mesh
+    if experts is None:
+        return None
+    optimizer = find_optimizer(options.optimizer)
+    if session.is_sharded:
+        parts = Axis.EXPERT_FSDP if mesh.shard_size > 1 else Axis.EXPERT_DATA
+        return experts.names, optimizer.in_parts_on(mesh.size(parts))
+    return experts.names, optimizer.replicated(mesh.size(Axis.EXPERT_DATA), options.shard_optimizer_state)
+
+
 def _unlike(fingerprints: Sequence[str], changes: Sequence[str]) -> SmpcError:
     """Why the ranks have recorded different models."""
     if len(set(changes)) > 1:
@@ -308,13 +341,12 @@ def _unlike(fingerprints: Sequence[str], changes: Sequence[str]) -> SmpcError:
 
 def _options(session: Session, measures: Measures) -> PipelineOptions:
     """How to cut and schedule a model in this session."""
-    config = session.config
+    config, mesh = session.config, session.mesh
     return PipelineOptions.of(
         config,
         device=_device_name(session.device),
         optimizer=planned_optimizer(config),
-        data_parallel_degree=session.mesh.rdp_size,  # whose buckets, or parts, count as memory
-        sharded_data_parallel_degree=session.mesh.fsdp_size if config.sharded_data_parallel_degree > 1 else 1,
+        data_parallel_degree=mesh.rdp_size // mesh.cp_size,  # whose buckets, or parts, count as memory
         expert_parallel_degree=1,  # the model that is recorded has this rank's
         tensor_parallel_degree=1,  # the script's modules share operations, or `CompiledTensors` says how
         trace_execution_times=measures.times,

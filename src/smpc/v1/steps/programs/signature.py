@@ -4,8 +4,9 @@ A signature is of the model's inputs for one microbatch, and of its modes.
 
 Terms
     modes       `training` of every module and `requires_grad` of every parameter, as bytes; and whether autograd is on
-    environment number of the recording: what else the model's Python read when it was recorded (see `smpc.tracer.environment.guarded`)
-    answers     what the model's Python asked of the inputs' values when it was recorded (see `smpc.tracer.guards`), as JSON
+    environment number of the recording: what else the model's Python read when it was recorded
+                (see `smpc.tracer.environment.environment_guards`)
+    answers     what the model's Python asked of the inputs' values when it was recorded (see `smpc.tracer.input_guards`), as JSON
     ones        the masks among the inputs that hold nothing but ones, in all microbatches: Hugging Face leaves them out of its kernels
     signature   structure, tensor specs and constants of the inputs, the modes, the ones, the answers and the environment. Equal
                 signatures run the same program
@@ -33,7 +34,7 @@ has the whole model and its programs. Nothing of the model, of the script's data
     result                                      <->     result          VerificationError on all of them, or the step goes on
 
 The step function is not called: its code around the model is not compiled. Backward starts from the model's outputs
-(`smpc.verification.runs`).
+(`smpc.verification.paired_runs`).
 """
 
 from __future__ import annotations
@@ -57,14 +58,14 @@ from smpc.nn.init.delayed import is_delayed
 from smpc.sample_inputs import Inputs
 from smpc.tracer.constants import decode, encode, is_constant, normalise
 from smpc.tracer.environment.memory_words import DictVersions, trained_reader
-from smpc.tracer.guards import Answers, broken_guard
+from smpc.tracer.input_guards import Answers, broken_guard
 from smpc.tracer.ir import Autocast, Guard, TensorSpec, Trace, spec_of
 from smpc.tracer.record import Recording
 from smpc.tracer.replay import input_values
 from smpc.tracer.structure import Structure, flatten
-from smpc.v1.session.control import Control
-from smpc.v1.session.state import Session
+from smpc.v1.session.process_state import Session
 from smpc.v1.session.step_errors import describe, raise_first_step_error
+from smpc.v1.session.step_messages import Control
 from smpc.v1.session.wait_limits import enter
 from smpc.verification import Conditions, verify_compilation
 

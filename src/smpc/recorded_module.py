@@ -16,19 +16,19 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from smpc.changes_after_compile import LateHooks
 from smpc.codegen.rewrite.tensor_parallel.rewrite import group_attribute
 from smpc.codegen.stage import StageModule, build_stage
 from smpc.compile.options import PipelineOptions
 from smpc.compile.passes import plan_trace, write_programs
 from smpc.compile.result import Traced
 from smpc.errors import ConfigError, StepError, UsageError
-from smpc.late_changes import LateHooks
 from smpc.sample_inputs import as_inputs
 from smpc.tracer.attempt import Request
 from smpc.tracer.constants import TraceDevice, map_references
-from smpc.tracer.environment.aliased import moved
-from smpc.tracer.environment.guarded import Environment
-from smpc.tracer.guards import broken_guard
+from smpc.tracer.environment.environment_guards import Environment
+from smpc.tracer.environment.object_identity import moved
+from smpc.tracer.input_guards import broken_guard
 from smpc.tracer.ir import Trace
 from smpc.tracer.record import Recording, record_guarded
 from smpc.tracer.replay import input_values

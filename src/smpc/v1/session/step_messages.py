@@ -21,7 +21,7 @@ from torch import Tensor
 
 from smpc.errors import CheckpointError, TransportError
 from smpc.executor.transport.messages import WireFormat
-from smpc.v1.session.comm import gather_objects
+from smpc.v1.session.object_messages import gather_objects
 
 if TYPE_CHECKING:
     from smpc.v1.session.skipped_calls import Whereabouts

@@ -36,7 +36,7 @@ import torch.distributed as dist
 
 from smpc.errors import UsageError
 from smpc.mesh import Axis
-from smpc.v1.session.state import state
+from smpc.v1.session.process_state import state
 from smpc.v1.session.wait_limits import exchange
 
 

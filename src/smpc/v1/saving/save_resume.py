@@ -44,17 +44,17 @@ from smpc.checkpoint import (
     together,
     verify_source,
 )
-from smpc.checkpoint.format.content import VALUES
+from smpc.checkpoint.format.draft_content import VALUES
 from smpc.checkpoint.sources.renamed_source import TIED
 from smpc.errors import CheckpointError, ConfigError, ConfigTypeError, UsageError
 from smpc.v1.model.distributed_model import DistributedModel
 from smpc.v1.optimization.distributed_optimizer import DistributedOptimizer
-from smpc.v1.optimization.state import KIND
+from smpc.v1.optimization.optimizer_state import KIND
 from smpc.v1.saving import data_position, full, full_folder, topology
 from smpc.v1.saving.data_position import StatefulData, check_data
 from smpc.v1.session.connections import job_store
 from smpc.v1.session.precision import session_half_dtype
-from smpc.v1.session.state import Session, state
+from smpc.v1.session.process_state import Session, state
 from smpc.v1.session.wait_limits import loading
 
 
@@ -323,7 +323,9 @@ def _resume_contents(
         _use_plan(model, checkpoint)
         into, verified = model if with_model else None, model.partitioned
         model.when_partitioned(
-            lambda: _fill_from_checkpoint(folder, into, optimizer, only_masters, strict, verified, found)
+            lambda: _fill_from_checkpoint(folder, into, optimizer, only_masters, strict, verified, found),
+            *(["model"] if with_model else []),
+            *(["optimizer"] if optimizer is not None else []),
         )
         model.checkpoint_state.load_extra(checkpoint.metadata.get("extra_state", {}))
         data_position.restore(checkpoint, data, state.session, found.channel)
@@ -381,6 +383,8 @@ def _saved_content(
     metadata: dict[str, Any] = {"topology": topology.describe(session)}
     rank_state = topology.capture(session) | data_position.capture(data)
     shards: list[Shard] = []
+    parts = [*(["model"] if model is not None else []), *(["optimizer"] if optimizer is not None else [])]
+    state.acting_script.check_filled("save_checkpoint", *parts)
     if model is not None:
         model.checkpoint_state.before_saving()
         shards += model.checkpoint_state.shards()

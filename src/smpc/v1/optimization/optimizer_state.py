@@ -40,8 +40,8 @@ from smpc.v1.model.distributed_model import DistributedModel
 from smpc.v1.optimization.loss_scale import LossScaler
 from smpc.v1.optimization.parameter_rows import Range
 from smpc.v1.optimization.update_targets import Updates
-from smpc.v1.session.control import Control
-from smpc.v1.session.state import state
+from smpc.v1.session.process_state import state
+from smpc.v1.session.step_messages import Control
 from smpc.v1.state_dicts.local import PARTIAL
 from smpc.v1.state_dicts.merge import fill, merge, stream, survey
 

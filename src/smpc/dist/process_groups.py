@@ -18,8 +18,8 @@ import torch
 from torch import distributed
 from torch._C._distributed_c10d import HashStore
 from torch._C._distributed_c10d import Store
-from smpc.dist.place import is_available
-from smpc.dist.place import is_initialized
+from smpc.dist.rank_and_size import is_available
+from smpc.dist.rank_and_size import is_initialized
 from smpc.errors import ConfigError
 from smpc.errors import ConfigTypeError
 from smpc.errors import ConfigUnsupportedError

@@ -25,8 +25,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from smpc.tracer.environment.frozen import Entries, Frozen, Identical, Items, freeze
-from smpc.tracer.environment.guarded import BASES, CLASS, CODE, NAMES, Guard, GuardSource, is_special
+from smpc.tracer.environment.environment_guards import BASES, CLASS, CODE, NAMES, Guard, GuardSource, is_special
+from smpc.tracer.environment.value_snapshots import Entries, Frozen, Identical, Items, freeze
 
 _TRUSTED = frozenset({"torch", "smpc", "numpy", *sys.stdlib_module_names}) - {"__main__"}
 _OPAQUE = frozenset(
@@ -67,7 +67,7 @@ Read = Callable[..., Guard | None]
 class Reached:
     """Finds what is behind values. `known`: guards that are there already, by (id of the holder, key); `read` makes others.
 
-    `of_torch`: torch's modules of Python that were met, see `smpc.tracer.environment.reached`.
+    `of_torch`: torch's modules of Python that were met, see `smpc.tracer.environment.reachable_values`.
     """
 
     def __init__(self, codes: Mapping[CodeType, Called], known: Mapping[tuple[int, Any], Guard], read: Read) -> None:
@@ -318,11 +318,27 @@ def _imports_of_code(code: CodeType, package: str) -> tuple[str, ...]:
     return tuple(found)
 
 
-@functools.lru_cache(maxsize=4096)
 def stored_variables(code: CodeType) -> frozenset[str]:
     """Variables of functions around it that the code writes, and globals."""
-    stores = ("STORE_GLOBAL", "DELETE_GLOBAL", "STORE_DEREF", "DELETE_DEREF")
-    return frozenset(step.argval for step in dis.get_instructions(code) if step.opname in stores)
+    return _variables_of_code(code)[1]
+
+
+def global_names(code: CodeType) -> tuple[str, ...]:
+    """The globals that code reads or writes, and names of Python's own. `co_names` has attributes, too."""
+    return _variables_of_code(code)[0]
+
+
+_GLOBAL_READS = frozenset({"LOAD_GLOBAL", "LOAD_NAME", "LOAD_FROM_DICT_OR_GLOBALS"})
+_GLOBAL_STORES = frozenset({"STORE_GLOBAL", "DELETE_GLOBAL"})
+_OUTER_STORES = frozenset({"STORE_DEREF", "DELETE_DEREF"})
+
+
+@functools.lru_cache(maxsize=4096)
+def _variables_of_code(code: CodeType) -> tuple[tuple[str, ...], frozenset[str]]:
+    """Globals that are read or written, and what is written of them and of functions around."""
+    steps = [(step.opname, step.argval) for step in dis.get_instructions(code)]
+    used = dict.fromkeys(name for kind, name in steps if kind in _GLOBAL_READS or kind in _GLOBAL_STORES)
+    return tuple(used), frozenset(name for kind, name in steps if kind in _GLOBAL_STORES or kind in _OUTER_STORES)
 
 
 def is_trusted(module_name: str) -> bool:

@@ -24,7 +24,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
 
 from smpc import dist
-from smpc.dist.place import known_local_size
+from smpc.dist.rank_and_size import known_local_size
 from smpc.errors import ConfigError, ConfigTypeError, ConfigUnsupportedError, StepError
 from smpc.fsdp.config import FSDPConfig
 from smpc.sharding.tensors import local

@@ -26,9 +26,17 @@ from typing import Any
 import torch
 from torch import nn
 
-from smpc.tracer.environment.frozen import MISSING, freeze
-from smpc.tracer.environment.guarded import Difference, Environment, Guard, GuardSource, Names, Table, TableLike
+from smpc.tracer.environment.environment_guards import (
+    Difference,
+    Environment,
+    Guard,
+    GuardSource,
+    Names,
+    Table,
+    TableLike,
+)
 from smpc.tracer.environment.memory_words import DictVersions
+from smpc.tracer.environment.value_snapshots import MISSING, freeze
 from smpc.tracer.ir import NodeKind, Trace
 from smpc.tracer.structure import item_path
 
@@ -173,4 +181,5 @@ def _moved_tables(tables: Iterable[TableLike], original: Original) -> Iterator[T
         elif holder is not None and isinstance(table, Names):
             names = Names(holder, table.text, table.owner, are_all_read=table.are_all_read, is_class=table.is_class)
             names.used = table.used
+            names.known |= table.known  # what a run leaves was there when it was recorded for a second time
             yield names

@@ -37,10 +37,10 @@ from typing import Any
 import numpy
 import torch
 
-from smpc.tracer.environment.frozen import MISSING
-from smpc.tracer.environment.guarded import GuardSource, Question
+from smpc.tracer.environment.environment_guards import GuardSource, Question
 from smpc.tracer.environment.outside_reads import model_frame
-from smpc.tracer.environment.reached import is_trusted, is_trusted_class
+from smpc.tracer.environment.reachable_values import is_trusted, is_trusted_class
+from smpc.tracer.environment.value_snapshots import MISSING
 from smpc.tracer.state.python_state import asks_lock, is_held, put_back
 
 

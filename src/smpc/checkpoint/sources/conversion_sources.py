@@ -33,12 +33,12 @@ import torch
 from torch import Tensor
 
 from smpc.checkpoint.folder.files import read_file
-from smpc.checkpoint.format.content import VALUES
+from smpc.checkpoint.format.draft_content import VALUES
 from smpc.checkpoint.format.dtypes import num_bytes
 from smpc.checkpoint.format.header_checksums import KEY
 from smpc.checkpoint.format.manifest import is_plain_name, without_duplicates
-from smpc.checkpoint.format.open_file import OWN, TensorFile
-from smpc.checkpoint.format.regular import is_file, printable, read_regular
+from smpc.checkpoint.format.regular_file import is_file, printable, read_regular
+from smpc.checkpoint.format.tensor_file_reader import OWN, TensorFile
 from smpc.checkpoint.reader import Checkpoint, verify
 from smpc.errors import CheckpointError
 

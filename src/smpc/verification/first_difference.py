@@ -32,8 +32,7 @@ from smpc.tracer.replay import context, replay
 from smpc.tracer.structure import flatten
 from smpc.verification.attributes import Place, attribute_differences
 from smpc.verification.bounds import Bounds, difference
-from smpc.verification.random_state import RandomState
-from smpc.verification.runs import (
+from smpc.verification.paired_runs import (
     Conditions,
     Results,
     by_stage,
@@ -43,6 +42,7 @@ from smpc.verification.runs import (
     run_programs,
     surroundings,
 )
+from smpc.verification.random_state import RandomState
 
 
 @dataclass(frozen=True)

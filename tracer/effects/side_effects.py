@@ -167,7 +167,7 @@ class Watch:
         self._keeping: list[int] = []  # storages of state that autograd keeps for the call that is being recorded
         self._kept: dict[int, dict[str, str]] = {}  # storage -> nodes, each with where it is
         self._overwritten: dict[int, str] = {}
-        self.converted: dict[int, None] = {}  # ids of modules, see `smpc.tracer.effects.watch`
+        self.converted: dict[int, None] = {}  # ids of modules, see `smpc.tracer.effects.side_effects`
 
     @contextmanager
     def active(self, mode: FakeTensorMode) -> Iterator[None]:

@@ -9,7 +9,7 @@ A trace belongs to the values that were read. `Environment` remembers them; `dif
 
 Terms
     place       where a value was read (`GuardSource`): a key of a dict (attributes, globals), a name in a class, a cell of a closure
-    guard       a place with the value that was read there (see `smpc.tracer.environment.frozen`)
+    guard       a place with the value that was read there (see `smpc.tracer.environment.value_snapshots`)
     readers     FQNs of the modules whose code read the place; "" is the model itself
 
 Parameters, buffers and submodules are guarded as tables: which names a module has, and which submodules.
@@ -30,8 +30,16 @@ import numpy as np
 import torch
 from torch import nn
 
-from smpc.tracer.environment.frozen import MISSING, DerivedError, Entries, Frozen, freeze, is_users, users_attributes
 from smpc.tracer.environment.memory_words import DictVersions, Words, function_reader, type_reader
+from smpc.tracer.environment.value_snapshots import (
+    MISSING,
+    DerivedError,
+    Entries,
+    Frozen,
+    freeze,
+    is_users,
+    users_attributes,
+)
 
 _HIDDEN = "another value than before (its values are not shown)"
 CLASS, CODE, BASES = (
@@ -270,7 +278,8 @@ class Table(_OfOneDict):
         ]
         name = names[0] if names else next(iter(now), "")
         where = f"of module {self.fqn!r}" if self.fqn else "of the model"
-        text = f"{self.what} {name!r} {where}"
+        hint = _FORM_HINT if isinstance(before.get(name), _Form) and isinstance(now.get(name), _Form) else ""
+        text = f"{self.what} {name!r} {where}{hint}"
         return Difference(text, self._text(before, name), self._text(now, name), self.fqn)
 
     def _are_alike(self, before: Any, now: Any) -> bool:
@@ -299,6 +308,9 @@ class Table(_OfOneDict):
         if isinstance(value, (_Form, torch.dtype)):
             return str(value)
         return type(value).__name__ if isinstance(value, nn.Module) else "None" if value is True else "there"
+
+
+_FORM_HINT = " (if it is forward that gives it another shape or type, do so before the first step)"
 
 
 @dataclass(frozen=True, slots=True)

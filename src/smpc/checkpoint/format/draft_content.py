@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from smpc.checkpoint.format.dtypes import num_bytes
-from smpc.checkpoint.format.regular import printable
+from smpc.checkpoint.format.regular_file import printable
 from smpc.errors import CheckpointError
 
 Advance = Callable[[int], None]  # told the number of bytes done
@@ -35,7 +35,10 @@ KIND = re.compile(r"[a-z][a-z0-9_]{0,39}")
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """A box of a named global tensor, and its values: a tensor, or a function that brings it when it is written."""
+    """A box of a named global tensor, and its values: a tensor, or a function that brings it when it is written.
+
+    `varies`: ranks that hold it may hold other values (buffers of replicas, each updated by its own samples), and the first one's count.
+    """
 
     kind: str
     name: str
@@ -44,6 +47,7 @@ class Shard:
     global_shape: tuple[int, ...]
     offsets: tuple[int, ...]
     values: Tensor | Callable[[], Tensor]
+    varies: bool = False
 
     def __post_init__(self) -> None:
         if not KIND.fullmatch(self.kind):

@@ -28,7 +28,7 @@ from torch import Tensor
 
 from smpc.checkpoint.channel import Channel
 from smpc.checkpoint.folder.folders import Root
-from smpc.checkpoint.format.content import Content, Shard
+from smpc.checkpoint.format.draft_content import Content, Shard
 from smpc.checkpoint.save import Saving
 from smpc.errors import CheckpointError
 

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from smpc.checkpoint.format.dtypes import byte_view, num_bytes
 from smpc.checkpoint.format.header_checksums import KEY, Seal
-from smpc.checkpoint.format.regular import open_regular, printable
+from smpc.checkpoint.format.regular_file import open_regular, printable
 from smpc.checkpoint.format.tensorfile import Header, read_header
 from smpc.errors import CheckpointError
 

@@ -72,7 +72,7 @@ from torch.optim import Optimizer
 from smpc.mesh import Axis
 from smpc.sharding.tensors import local
 from smpc.v1.optimization.parameter_rows import Range
-from smpc.v1.session.state import Session, state
+from smpc.v1.session.process_state import Session, state
 
 _SMALLEST = 1 << 10  # bytes: smaller lots are not worth a cut
 _SHARE = 1024  # nor are those that are less than this part of what each owner gets
