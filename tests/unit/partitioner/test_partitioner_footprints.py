@@ -131,12 +131,14 @@ def test_a_view_of_a_gradient_that_is_laid_out_otherwise_is_a_copy():
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_an_lstm_keeps_what_its_kernel_keeps(dtype):
-    model, x = nn.LSTM(24, 32, num_layers=2, batch_first=True).to(dtype), torch.randn(3, 50, 24, dtype=dtype)
+    model, x = nn.LSTM(24, 32, num_layers=2).to(dtype), torch.randn(50, 3, 24, dtype=dtype)
     trace = record(model, (x,))
     kept = {storage for node in trace.nodes for storage in node.saved}
     with LiveBytes([*model.parameters(), x]) as counter:
         before = counter.live - x.numel() * x.element_size()
-        _output = model(x)
+        outputs = model(x)
+        _loss = sum(value.sum() for value in (outputs[0], *outputs[1]))
+        del outputs  # not every processor has a kernel that keeps them for its backward
         assert sum(trace.storages[s] for s in kept) == pytest.approx(counter.live - before, rel=0.05)
 
 
