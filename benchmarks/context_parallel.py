@@ -41,8 +41,7 @@ from torch import Tensor
 
 from smpc.codegen.ring import pairs_of_work
 from smpc.context_parallel import shard
-from smpc.executor.collectives import TensorGroup
-from smpc.executor.pieces import own_pieces
+from smpc.executor.collectives import TensorGroup, own_pieces
 from smpc.executor.sequence.ring import ring_attention
 
 BARS = {"p2p": 0.60, "all_gather": 0.62, "ring": 0.75}

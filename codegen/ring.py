@@ -1,7 +1,7 @@
 """The order of ring attention: which keys a rank has at each step, what it computes with them, and whom it sends them to.
 
 Every rank has a slice of the sequence. Its queries stay, keys and values go around: at step i of n, rank r has the keys and values of
-rank r - i, and passes them on to r + 1. With slices in zigzag (`smpc.executor.pieces`) causal attention is one call without a mask at
+rank r - i, and passes them on to r + 1. With slices in zigzag (`smpc.executor.collectives`) causal attention is one call without a mask at
 each step, and as much work on every rank:
 
     source = own      causal: the positions of both own pieces ascend

@@ -14,8 +14,7 @@ from torch import Tensor, nn
 
 from smpc.codegen.rewrite.tensor_parallel.layouts import Kind, Layout
 from smpc.errors import PartitionError, UsageError
-from smpc.executor.collectives import TensorGroup, gathered
-from smpc.executor.pieces import in_own_order
+from smpc.executor.collectives import TensorGroup, gathered, in_own_order
 from smpc.executor.tensor_ops import own_part
 
 

@@ -6,7 +6,7 @@
         embedding       sharded rows      partial      of its own rows alone
         cross_entropy   sharded classes   replicated   of its own classes alone; forward, two small all-reduces
 
-Slices can be several pieces of a dimension, joined: for `blocks` and `mirrored` see `smpc.executor.pieces`.
+Slices can be several pieces of a dimension, joined: for `blocks` and `mirrored` see `smpc.executor.collectives`.
 
 `smpc.executor.draws` has the functions that draw random numbers. See `smpc.executor.collectives` for the terms. Results of calls that cut
 or join are contiguous, so that code can view them.
@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from smpc.executor import collectives, pieces
+from smpc.executor import collectives
 from smpc.executor.collectives import TensorGroup, all_reduce, replicate_in
 from smpc.executor.draws import attention_with_noise, draw_apart, dropout_noise
 from smpc.executor.sequence.ring import ring_attention
@@ -62,7 +62,7 @@ def all_gather(
         tensor,
         group,
         lambda x: _whole(x, dim, group, blocks, mirrored),
-        lambda grad: pieces.own_pieces(grad, dim, group.rank, group.size, blocks, mirrored),
+        lambda grad: collectives.own_pieces(grad, dim, group.rank, group.size, blocks, mirrored),
     )
 
 
@@ -101,7 +101,7 @@ def split(tensor: Tensor, dim: int, group: TensorGroup, blocks: tuple[int, ...] 
     return collectives.collective(
         tensor,
         group,
-        lambda x: pieces.own_pieces(x, dim, group.rank, group.size, blocks, mirrored),
+        lambda x: collectives.own_pieces(x, dim, group.rank, group.size, blocks, mirrored),
         lambda grad: _whole(grad, dim, group, blocks, mirrored),
     )
 
@@ -114,15 +114,15 @@ def own_part(
         return tensor
     if not (blocks or mirrored):
         return collectives.own_slice(tensor, dim, group)
-    return pieces.own_pieces(tensor, dim, group.rank, group.size, blocks, mirrored)
+    return collectives.own_pieces(tensor, dim, group.rank, group.size, blocks, mirrored)
 
 
 def _whole(tensor: Tensor, dim: int, group: TensorGroup, blocks: tuple[int, ...], mirrored: bool) -> Tensor:
-    return pieces.in_own_order(collectives.gathered(tensor, dim, group), dim, group.size, blocks, mirrored)
+    return collectives.in_own_order(collectives.gathered(tensor, dim, group), dim, group.size, blocks, mirrored)
 
 
 def _own_of_sum(tensor: Tensor, dim: int, group: TensorGroup, blocks: tuple[int, ...], mirrored: bool) -> Tensor:
-    ordered = pieces.in_rank_order(tensor, dim, group.size, blocks, mirrored)
+    ordered = collectives.in_rank_order(tensor, dim, group.size, blocks, mirrored)
     return collectives.scattered_sum(ordered, dim, group).contiguous()
 
 

@@ -17,8 +17,7 @@ import torch
 from torch import Tensor
 
 from smpc.kernels.shared.elements import accumulation_dtype, as_rows
-from smpc.kernels.shared.logits_gradient import logits_gradient
-from smpc.kernels.shared.token_loss import LossRule, check_loss, losses, reduce
+from smpc.kernels.shared.token_loss import LossRule, check_loss, logits_gradient, losses, reduce
 
 
 def cross_entropy(

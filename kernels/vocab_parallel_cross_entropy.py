@@ -24,8 +24,15 @@ from torch.distributed import distributed_c10d
 
 from smpc.errors import UsageError
 from smpc.kernels.shared.elements import accumulation_dtype, as_rows
-from smpc.kernels.shared.logits_gradient import logits_gradient
-from smpc.kernels.shared.token_loss import LossRule, RowStatistics, check_loss, combine, reduce, statistics
+from smpc.kernels.shared.token_loss import (
+    LossRule,
+    RowStatistics,
+    check_loss,
+    combine,
+    logits_gradient,
+    reduce,
+    statistics,
+)
 
 
 def vocab_parallel_cross_entropy(

@@ -21,8 +21,7 @@ from typing import Any
 from torch.nn import functional
 
 from smpc.codegen.rewrite.kernels.graph import Call, Graph, Replacement
-from smpc.codegen.rewrite.kernels.replacement_nodes import Measurer
-from smpc.codegen.rewrite.kernels.rewrite import splice
+from smpc.codegen.rewrite.kernels.rewrite import Measurer, splice
 from smpc.tracer.constants import Ref, TraceDevice
 from smpc.tracer.ir import Node, TensorSpec, Trace
 from smpc.tracer.targets import GETITEM

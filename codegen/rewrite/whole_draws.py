@@ -16,8 +16,7 @@ from types import MappingProxyType
 import torch
 
 from smpc.codegen.rewrite.kernels.graph import Call, Replacement
-from smpc.codegen.rewrite.kernels.replacement_nodes import Measurer
-from smpc.codegen.rewrite.kernels.rewrite import splice
+from smpc.codegen.rewrite.kernels.rewrite import Measurer, splice
 from smpc.codegen.rewrite.tensor_parallel.layouts import contiguous_stride
 from smpc.codegen.rewrite.tensor_parallel.strategy import Facts, Rule, Strategy, argument, operands, short_name
 from smpc.tracer.constants import Ref, TraceDevice

@@ -38,9 +38,8 @@ from smpc.executor.program.bind_channels import ChannelBinder
 from smpc.executor.program.frame import Frame, Handler, Inputs, Root, Step
 from smpc.executor.program.host_copies import HostCopyMover, addresses
 from smpc.executor.program.inbox import MASK_DTYPE, Delivery, Inbox, Presence, mask_form
-from smpc.executor.program.receive_order import Points, posting_points
-from smpc.executor.program.send_completion import other_holders
-from smpc.executor.replicas.step_hooks import StepHooks
+from smpc.executor.program.message_order import Points, other_holders, posting_points
+from smpc.executor.replicas.group_hooks import StepHooks
 from smpc.executor.split_backward.intercept import Deferral
 from smpc.executor.transport import Transport, WireFormat
 from smpc.partitioner.graph.plan import INPUTS

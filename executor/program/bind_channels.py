@@ -4,7 +4,7 @@
     gradients    frame of the destination .grads -> checked -> frame of the source .roots
 
 A RECV may wait; `Handler.inbox` says for whom. `smpc.executor.program.inbox` describes the messages, and how a peer learns
-which gradients exist; `smpc.executor.program.send_completion` describes how long sent tensors are held.
+which gradients exist; `smpc.executor.program.message_order` describes how long sent tensors are held.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from smpc.codegen.program import Channel, Instruction, RankProgram
 from smpc.errors import StepError
 from smpc.executor.program.frame import Frame, Handler, Step
 from smpc.executor.program.inbox import MASK_DTYPE, Delivery, Inbox, Presence, mask_form
-from smpc.executor.program.send_completion import awaited_by_sends, told_by_receives
+from smpc.executor.program.message_order import awaited_by_sends, told_by_receives
 from smpc.executor.transport import Transport, WireFormat
 from smpc.partitioner.graph.plan import INPUTS
-from smpc.tracer.layouts import dense_order
+from smpc.tracer.ir import dense_order
 
 
 class ChannelBinder:
@@ -264,7 +264,7 @@ class ChannelBinder:
 def _channel_arrivals(
     program: RankProgram, peers: Sequence[RankProgram], window: int
 ) -> tuple[dict[Instruction, int], dict[Instruction, int]]:
-    """See `smpc.executor.program.send_completion`: what a receive implies, and what a send waits for."""
+    """See `smpc.executor.program.message_order`: what a receive implies, and what a send waits for."""
     if not peers:
         return {}, {}
     awaited = {} if program.has_backward else awaited_by_sends(peers, program.rank, window)

@@ -33,8 +33,8 @@ from smpc.errors import ScheduleError
 from smpc.executor.measure.spans import Recorder
 from smpc.executor.program.bind import Binder
 from smpc.executor.program.frame import Inputs, OnOutput
-from smpc.executor.program.send_completion import message_pairs
-from smpc.executor.replicas.step_hooks import StepHooks
+from smpc.executor.program.message_order import message_pairs
+from smpc.executor.replicas.group_hooks import StepHooks
 from smpc.executor.transport import Transport
 
 DEFAULT_WINDOW = 4

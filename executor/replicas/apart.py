@@ -34,8 +34,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from smpc.executor.collectives import TensorGroup, sum_over
 from smpc.executor.replicas.data_parallel import broadcast
-from smpc.executor.replicas.group_hooks import GroupHooks, sum_together
-from smpc.executor.replicas.step_hooks import StepHooks
+from smpc.executor.replicas.group_hooks import GroupHooks, StepHooks, sum_together
 from smpc.sharding import Unit
 from smpc.sharding.wide_gradients import gradient_dtype
 

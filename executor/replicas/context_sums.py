@@ -21,8 +21,7 @@ from smpc.errors import UsageError
 from smpc.executor.collectives import TensorGroup, sum_over
 from smpc.executor.replicas.data_parallel import StageReplicas
 from smpc.executor.replicas.fully_shard import StageShards
-from smpc.executor.replicas.group_hooks import GroupHooks, innermost, sum_together
-from smpc.executor.replicas.step_hooks import StepHooks
+from smpc.executor.replicas.group_hooks import GroupHooks, StepHooks, innermost, sum_together
 from smpc.sharding.tensors import local
 
 _TOGETHER = 2**20  # bytes: gradients that are smaller travel in one message

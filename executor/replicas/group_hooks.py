@@ -8,12 +8,15 @@
 
 The group's part is one all-reduce for each dtype. Where replicas hold parts of parameters, the ranks of a group hold the same part of each.
 A parameter without a gradient on one rank counts there as zero, on all of them it stays without.
+
+Hooks of replicas in a training step: the interpreter calls them, and knows nothing else of data parallelism.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -21,9 +24,24 @@ from torch import Tensor, nn
 from smpc.errors import StepError
 from smpc.executor.collectives import TensorGroup, sum_over
 from smpc.executor.replicas.data_parallel import broadcast
-from smpc.executor.replicas.step_hooks import StepHooks
 from smpc.sharding.tensors import local
 from smpc.sharding.wide_gradients import gradient_dtype
+
+
+class StepHooks(Protocol):
+    """The hooks of data parallelism in a step; see `smpc.executor.replicas.data_parallel`."""
+
+    def start_of_step(self) -> None:
+        """Before the first instruction of a training step."""
+
+    def before_last_backward(self, stage: int, roots: Sequence[Tensor]) -> tuple[Tensor, Tensor] | None:
+        """Before a stage's last backward, with its root tensors; returns one more (root, gradient), or None."""
+
+    def end_of_step(self) -> None:
+        """After the last instruction of a training step."""
+
+    def did_not_train(self) -> None:
+        """After that, once it is known that nothing was differentiated."""
 
 
 class GroupHooks(ABC):

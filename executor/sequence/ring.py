@@ -21,8 +21,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import is_fake
 
 from smpc.codegen.ring import Part, RingStep, ring_steps
-from smpc.executor.collectives import TensorGroup
-from smpc.executor.pieces import own_pieces
+from smpc.executor.collectives import TensorGroup, own_pieces
 from smpc.executor.sequence.sliced import Cut
 from smpc.kernels.attention.blocks import block_backward, block_forward, merge_attention_blocks
 

@@ -5,13 +5,13 @@ Attention takes keys and values that are whole, or sliced as the queries are. `s
 `causal_rows`: keys and values are whole. Query i sees keys up to i: every run of queries that a rank has is a call of its own, with the
 keys up to its last query.
 
-`all_to_all` exchanges slices of one dimension for slices of another, where the slices are pieces (`smpc.executor.pieces`).
+`all_to_all` exchanges slices of one dimension for slices of another, where the slices are pieces (`smpc.executor.collectives`).
 
 `rows_cross_entropy` and `mean_part` are losses and means over the whole sequence: every rank gives a summand.
 
     loss = sum over own rows of loss_i / number of all rows that count
 
-A `Cut` says which slice a rank has of which dimension: (dimension, blocks, mirrored), as in `smpc.executor.pieces`.
+A `Cut` says which slice a rank has of which dimension: (dimension, blocks, mirrored), as in `smpc.executor.collectives`.
 """
 
 from __future__ import annotations
@@ -22,9 +22,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from smpc.executor import collectives, pieces
-from smpc.executor.collectives import TensorGroup
-from smpc.executor.pieces import own_pieces, pieces_of
+from smpc.executor import collectives
+from smpc.executor.collectives import TensorGroup, own_pieces, pieces_of
 
 Cut = tuple[int, tuple[int, ...], bool]
 
@@ -53,9 +52,9 @@ def _exchanged_slices(
     tensor: Tensor, split_at: tuple[int, Pieces], gather_at: tuple[int, Pieces], group: TensorGroup
 ) -> Tensor:
     (split_dim, sent), (gather_dim, got) = split_at, gather_at
-    ordered = pieces.in_rank_order(tensor, split_dim, group.size, *sent)
+    ordered = collectives.in_rank_order(tensor, split_dim, group.size, *sent)
     joined = collectives.exchanged(ordered, split_dim, gather_dim, group)
-    return pieces.in_own_order(joined, gather_dim, group.size, *got)
+    return collectives.in_own_order(joined, gather_dim, group.size, *got)
 
 
 def causal_rows(

@@ -3,7 +3,7 @@
 Terms
     dense       non-overlapping and without gaps: the strides are a permutation of contiguous ones
     wire view   the same memory seen as a contiguous tensor: what a transport reads and writes
-    gaps        the strides on arrival of a tensor that is not dense, such as a slice: see `smpc.tracer.layouts`
+    gaps        the strides on arrival of a tensor that is not dense, such as a slice: see `smpc.tracer.ir`
 
 A dense tensor keeps its strides: its dimensions, sorted by falling stride, are a contiguous tensor. A tensor with gaps is sent without
 them, and gets them back when it is taken out of the inbox. An expanded or overlapping tensor is sent, and arrives, contiguous. Both ends
@@ -29,8 +29,7 @@ import torch
 from torch import Tensor
 
 from smpc.errors import TransportError
-from smpc.tracer.ir import TensorSpec
-from smpc.tracer.layouts import arrival_stride, dense_order, falling_order
+from smpc.tracer.ir import TensorSpec, arrival_stride, dense_order, falling_order
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +53,7 @@ class WireFormat:
         return form.arriving(arrival_stride(spec.shape, spec.stride, spec.torch_dtype.itemsize))
 
     def arriving(self, stride: tuple[int, ...]) -> WireFormat:
-        """The same value in the layout on arrival of these strides (see `smpc.tracer.layouts`)."""
+        """The same value in the layout on arrival of these strides (see `smpc.tracer.ir`)."""
         order = falling_order(self.shape, stride)
         kept = None if order == tuple(range(len(order))) else order
         if dense_order(self.shape, stride) is not None:
@@ -132,7 +131,7 @@ class Transport(Protocol):
 
     @property
     def receives_on_device(self) -> bool:
-        """Whether a posted receive occupies the device until the message comes (see `smpc.executor.program.receive_order`)."""
+        """Whether a posted receive occupies the device until the message comes (see `smpc.executor.program.message_order`)."""
 
     def connect(self, pairs: Iterable[tuple[int, int]]) -> None:
         """Before a program runs first: open the ways of its messages, each from one rank to another. Collective over its ranks."""

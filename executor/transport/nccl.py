@@ -9,7 +9,7 @@ would wait for ever; so `connect` makes a program's communicators, on all ranks 
 
 Sends and receives run in the background, and waiting for one makes the current CUDA stream wait, not the process, which runs ahead of the
 device. On the device each is a kernel that ends when the peer's has come. An operation that waits for the whole device (loading a kernel at
-its first use, returning memory to the driver) waits for these too; `smpc.executor.program.receive_order` says when a receive may be posted
+its first use, returning memory to the driver) waits for these too; `smpc.executor.program.message_order` says when a receive may be posted
 without a danger of ranks that wait in a circle. (CUDA's guide, "Lazy Loading", and NCCL's, "Concurrency between NCCL and CUDA calls".)
 
 This file has run over stand-ins of the groups alone: it needs two GPUs. See docs/design/gpu_checklist.md.

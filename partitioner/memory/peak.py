@@ -13,7 +13,7 @@
                   last rank, where its step function runs. Over gloo, of ranks with several stages, messages are counted along the
                   programs instead: `smpc.codegen.buffers`
     waiting       over gloo, bytes of values sent that nothing else holds: until a message comes back that the receiver sent after it
-                  had them (`smpc.executor.program.send_completion`). Of k microbatches in flight at the sender and k' at the receiver, k
+                  had them (`smpc.executor.program.message_order`). Of k microbatches in flight at the sender and k' at the receiver, k
                   - k' wait from the first gradient on, all k before it
     peak          the most at any time of a training step in which the optimizer starts without gradients, as after
                   `zero_grad()`: see below

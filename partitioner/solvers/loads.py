@@ -7,19 +7,36 @@ alike: a unit costs the same on each of them, and so does a byte.
 
 Example: units 0 -> 1 -> 2 with costs of 2, each of which sends one byte at a rate of 1. On two devices {0} {1 2} has the loads 2 + 1 and
 1 + 4; {0 1} {2} has 4 + 1 and 1 + 2.
+
+Placements whose transfers count, as an integer program for HiGHS.
+
+Variables, for unit u, device d and value v of producer p:
+
+    x[u,d] = 1   u runs on d                 sum over d of x[u,d] = 1; sum over u of x[u,d] >= 1 unless devices may idle
+    m[v,d] = 1   d sends or receives v       m[v,d] >= x[w,d] - x[p,d] and m[v,d] >= x[p,d] - x[w,d] for each consumer w
+    B            largest load                B >= cost of d, for each d
+
+In a row, u before w means that sum of x[u,t] over t <= d is at least the sum of x[w,t]. Otherwise devices of one kind could change
+places: the i-th heaviest unit is kept from all but the first i of a kind. Costs are in terms of a known largest load.
 """
 
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import networkx as nx
 import numpy as np
 
 from smpc.partitioner.problem import FloatArray, IntArray
-from smpc.partitioner.solvers.ilp import Value
+from smpc.partitioner.solvers.ilp import LIMIT_NOTE, Value, run_program, solver_name
+
+if TYPE_CHECKING:
+    import pulp
+
 
 ROUNDING = 1e-9  # what floating point arithmetic may add to a load, relative
 _ROUNDS, _STEPS = (
@@ -109,3 +126,109 @@ def divided(problem: LoadProblem) -> tuple[float, FloatArray]:
             low, high = (low, b) if least(moved(k, other, a)) >= least(moved(k, other, b)) else (a, high)
         share = max(share, moved(k, other, (low + high) / 2), key=least)
     return least(share), share / number
+
+
+_SLACK = 1e-6  # what solvers' arithmetic may be wrong by, of a load
+
+
+@dataclass(frozen=True)
+class _Model:
+    program: pulp.LpProblem
+    runs: tuple[tuple[pulp.LpVariable, ...], ...]  # by unit and device
+
+
+def solve_loads(
+    problem: LoadProblem, start: Sequence[int], gap: float, time_limit: float
+) -> tuple[tuple[int, ...], float, str]:
+    """The best placement found, no worse than `start`, which is a valid one; what none is below; a note if a limit was hit."""
+    unit = problem.bottleneck(start)
+    if solver_name() is None or not unit > 0:
+        return tuple(start), 0.0, ""
+    model = build(problem, unit)
+    finished, bound = run_program(model.program, gap, time_limit)
+    proven = max(0.0, bound - _SLACK) * unit if math.isfinite(bound) else 0.0
+    found = decode(problem, model)
+    best = tuple(start) if found is None or problem.bottleneck(found) >= unit else found
+    return best, proven, "" if finished else LIMIT_NOTE
+
+
+def build(problem: LoadProblem, unit: float) -> _Model:
+    """The integer program; `unit`: the largest load of a known placement, which counts as 1."""
+    import pulp
+
+    program = pulp.LpProblem("loads", pulp.LpMinimize)
+    units, devices = range(problem.num_units), range(problem.num_devices)
+    runs = tuple(tuple(program.add_variable(f"x_{u}_{d}", cat=pulp.LpBinary) for d in devices) for u in units)
+    for row in runs:
+        program += pulp.lpSum(row) == 1
+    if not problem.may_idle:
+        for d in devices:
+            program += pulp.lpSum(row[d] for row in runs) >= 1
+    for u, d in itertools.product(units, devices):
+        if math.isinf(problem.costs[problem.kind_of[d], u]):
+            program += runs[u][d] == 0
+    if problem.in_row:
+        for (u, w), d in itertools.product(sorted(problem.order.edges), devices[:-1]):
+            program += pulp.lpSum(runs[u][: d + 1]) >= pulp.lpSum(runs[w][: d + 1])
+    else:
+        for u, d in _others_of_a_kind(problem):
+            program += runs[u][d] == 0
+    bottleneck = program.add_variable("B", lowBound=0)
+    program += bottleneck <= 1.0 + _SLACK
+    for d in devices:
+        kind = problem.kind_of[d]
+        program += bottleneck >= pulp.LpAffineExpression(
+            [
+                *_own_in_load_program(problem, runs, d, unit),
+                *_transfers_in_load_program(problem, program, runs, d, unit),
+            ]
+        )
+        limit = problem.limits[kind]
+        held = [(runs[u][d], int(problem.memory[kind, u]) / max(1, limit)) for u in units]
+        program += pulp.LpAffineExpression(held) <= (1.0 if limit else 0.0)
+    program.setObjective(bottleneck)
+    return _Model(program, runs)
+
+
+def decode(problem: LoadProblem, model: _Model) -> tuple[int, ...] | None:
+    """The placement that the variables spell, if they spell a valid one."""
+    found = []
+    for row in model.runs:
+        chosen = [d for d, variable in enumerate(row) if (variable.varValue or 0.0) > 0.5]
+        if len(chosen) != 1:
+            return None
+        found.append(chosen[0])
+    ordered = not problem.in_row or all(found[u] <= found[w] for u, w in problem.order.edges)
+    used = problem.may_idle or len(set(found)) == problem.num_devices
+    return tuple(found) if ordered and used and math.isfinite(problem.bottleneck(found)) else None
+
+
+def _own_in_load_program(
+    problem: LoadProblem, runs: Sequence[Sequence[pulp.LpVariable]], d: int, unit: float
+) -> list[tuple[pulp.LpVariable, float]]:
+    costs = problem.costs[problem.kind_of[d]].tolist()
+    return [(row[d], cost / unit) for row, cost in zip(runs, costs, strict=True) if math.isfinite(cost)]
+
+
+def _transfers_in_load_program(
+    problem: LoadProblem, program: pulp.LpProblem, runs: Sequence[Sequence[pulp.LpVariable]], d: int, unit: float
+) -> list[tuple[pulp.LpVariable, float]]:
+    rate, terms = problem.rates[problem.kind_of[d]], []
+    for v, value in enumerate(problem.values if rate else ()):
+        moved = program.add_variable(f"m_{v}_{d}", lowBound=0, upBound=1)
+        for user in value.consumers:
+            program += moved >= runs[user][d] - runs[value.producer][d]
+            program += moved >= runs[value.producer][d] - runs[user][d]
+        terms.append((moved, rate * value.num_bytes / unit))
+    return terms
+
+
+def _others_of_a_kind(problem: LoadProblem) -> list[tuple[int, int]]:
+    """Units and devices that need not be tried together, as a device of the same kind would do as well."""
+    weight = problem.costs.min(axis=0)
+    heaviest = sorted(range(problem.num_units), key=lambda u: (-float(weight[u]), u))
+    found, seen = [], [0] * len(problem.limits)
+    for d, kind in enumerate(problem.kind_of):
+        found += [(u, d) for u in heaviest[: seen[kind]]]
+        seen[kind] += 1
+    return found

@@ -20,8 +20,7 @@ from typing import Any
 import torch.distributed as dist
 from torch import nn
 
-from smpc.codegen.rewrite.context_parallel.methods import AUTO
-from smpc.codegen.rewrite.context_parallel.rewrite import ContextPlan, ContextTrace, describe_context
+from smpc.codegen.rewrite.context_parallel.rewrite import AUTO, ContextPlan, ContextTrace, describe_context
 from smpc.codegen.rewrite.expert_parallel import parts_of_experts
 from smpc.codegen.rewrite.tensor_parallel.rewrite import CONTEXT, group_attribute
 from smpc.compile.passes import ContextSharing, rewrite_trace

@@ -39,8 +39,7 @@ from smpc.errors import StepError, UsageError
 from smpc.executor.program.interpreter import Interpreter, run_loopback
 from smpc.executor.replicas.context_sums import ContextSums
 from smpc.executor.replicas.fully_shard import StageShards
-from smpc.executor.replicas.group_hooks import innermost
-from smpc.executor.replicas.step_hooks import StepHooks
+from smpc.executor.replicas.group_hooks import StepHooks, innermost
 from smpc.executor.transport import Transport, loopback_transports
 from smpc.observe.observer import Observer, RankRecord, StepCallback, Watch, batch_of
 from smpc.observe.window import Window

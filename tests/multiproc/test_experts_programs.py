@@ -6,8 +6,7 @@ import torch
 from executor_harness import run_workers
 from mixtures import made
 
-from smpc.mesh.degrees import Degrees
-from smpc.mesh.mesh import Mesh
+from smpc.mesh.mesh import Degrees, Mesh
 
 DEGREES = Degrees(4, pipeline=2, expert=2)
 

@@ -20,7 +20,11 @@ def make_models():
     with torch.no_grad():
         for parameter in student.parameters():
             parameter.mul_(0.9)
-    return teacher.double(), student.double(), kwargs  # their distance cancels: in fp32 its last digits are the processor's
+    return (
+        teacher.double(),
+        student.double(),
+        kwargs,
+    )  # their distance cancels: in fp32 its last digits are the processor's
 
 
 def make_optimizers(teacher, student):

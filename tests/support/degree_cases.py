@@ -28,8 +28,8 @@ from smpc.executor.transport.gloo import GlooTransport
 from smpc.expert_parallel import shard
 from smpc.experts.stacked import take_role
 from smpc.mesh import Axis, Mesh
-from smpc.mesh.degrees import Degrees
 from smpc.mesh.device_mesh import device_mesh, make_groups
+from smpc.mesh.mesh import Degrees
 from smpc.runtime import Runtime
 from smpc.v2.tensor_parallel.transformer import TransformerLayer
 from smpc.v2.transforming.slices import slices_of

@@ -15,9 +15,8 @@ from smpc.launch import worker
 from smpc.launch.job import Job, _job_commands
 from smpc.launch.output import OutputOptions, RankOutput
 from smpc.launch.processes import Processes, _Rank
-from smpc.launch.rendezvous import Failure, Rendezvous
+from smpc.launch.rendezvous import Failure, Rendezvous, listen
 from smpc.launch.report import describe, headline_of_failure
-from smpc.launch.store import listen
 from smpc.places import LOOPBACK
 
 

@@ -5,7 +5,7 @@ import copy
 import pytest
 import torch
 
-from smpc.rank_values import Print, paired
+from smpc.rank_models import Print, paired
 
 
 class Holder:

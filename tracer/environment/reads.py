@@ -28,7 +28,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from smpc.tracer.environment.environment_guards import BASES, CLASS, Guard, GuardSource, Names, Question, hook_tables
-from smpc.tracer.environment.fake_identity import Identity, Run, TensorClasses, compares_identity
+from smpc.tracer.environment.object_identity import Identity, Run, TensorClasses, compares_identity
 from smpc.tracer.environment.outside_reads import (
     CallHook,
     OutsideRead,

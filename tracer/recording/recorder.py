@@ -28,12 +28,20 @@ from smpc.tracer.effects.side_effects import Watch
 from smpc.tracer.effects.torch_calls import CallModes, dense, running_statistics, tensors_in, version_of
 from smpc.tracer.environment.reads import Reads
 from smpc.tracer.input_guards import Answers, Questions, is_fixed
-from smpc.tracer.ir import ModuleCall, Node, NodeKind, TensorSpec, Trace
-from smpc.tracer.layouts import STRIDED_VIEW, strided_view_arguments
+from smpc.tracer.ir import STRIDED_VIEW, ModuleCall, Node, NodeKind, TensorSpec, Trace, strided_view_arguments
 from smpc.tracer.operations.meter import WAY_OUT, DtypeError, Meter, moved_bytes, touched_bytes
 from smpc.tracer.operations.opaque import Probes, WholeCall, fake_of, shape_rule
-from smpc.tracer.operations.validation import REQUIRE, is_assertion
-from smpc.tracer.operations.values import UNTRACEABLE, DataSized, Values, is_ctc, is_packed, run_ctc, run_packed
+from smpc.tracer.operations.values import (
+    REQUIRE,
+    UNTRACEABLE,
+    DataSized,
+    Values,
+    is_assertion,
+    is_ctc,
+    is_packed,
+    run_ctc,
+    run_packed,
+)
 from smpc.tracer.patches import is_higher_order, run_higher_order
 from smpc.tracer.recording.nodes import AttributeWrites, Identities, NodeNames, OpenCall, parts_of, short_name
 from smpc.tracer.recording.untraceable import (

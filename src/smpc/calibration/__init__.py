@@ -7,8 +7,7 @@ Models of the common operations are recorded and run, node by node, as a plan co
 ranks, all work at once, as in training, and then send each other messages (`wires`).
 """
 
-from smpc.calibration.device_toml import to_toml
-from smpc.calibration.measure_device import calibrate
+from smpc.calibration.measure_device import calibrate, to_toml
 from smpc.calibration.ranks import Ranks
 
 __all__ = ["Ranks", "calibrate", "to_toml"]

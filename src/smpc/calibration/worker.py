@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 
-from smpc.calibration.device_toml import calibrate_to
+from smpc.calibration.measure_device import calibrate_to
 
 if __name__ == "__main__":
     calibrate_to(sys.argv[1], float(sys.argv[2]))

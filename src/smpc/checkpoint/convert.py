@@ -23,9 +23,8 @@ from smpc.checkpoint.format.manifest import NAME
 from smpc.checkpoint.format.regular_file import is_file
 from smpc.checkpoint.format.tensorfile import is_tensorfile
 from smpc.checkpoint.save import save
-from smpc.checkpoint.sources.conversion_sources import CheckpointSource, LegacySource, SafetensorsSource, Source
+from smpc.checkpoint.sources.conversion_sources import TIED, CheckpointSource, LegacySource, SafetensorsSource, Source
 from smpc.checkpoint.sources.export import shard_of
-from smpc.checkpoint.sources.renamed_source import TIED
 from smpc.errors import CheckpointError
 
 

@@ -39,10 +39,9 @@ from smpc.checkpoint.format.plain_json import flatten, rebuild
 from smpc.checkpoint.format.regions import Box, find_gap
 from smpc.checkpoint.format.regular_file import open_regular, printable
 from smpc.checkpoint.modules import OPTIMIZER, SEPARATOR
-from smpc.checkpoint.sources.conversion_sources import Source, SourceItem, groups_of
+from smpc.checkpoint.sources.conversion_sources import Source, SourceItem, groups_of, with_tied
 from smpc.checkpoint.sources.distributed_metadata import Described, Stored, read_metadata
 from smpc.checkpoint.sources.export import new_export_path
-from smpc.checkpoint.sources.renamed_source import with_tied
 from smpc.errors import CheckpointError
 
 METADATA = ".metadata"

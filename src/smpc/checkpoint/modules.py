@@ -48,7 +48,7 @@ from smpc.checkpoint.format.regular_file import printable
 from smpc.checkpoint.load import Loaded, load
 from smpc.checkpoint.reader import Checkpoint
 from smpc.checkpoint.rng import capture_rng
-from smpc.checkpoint.sources.renamed_source import TIED
+from smpc.checkpoint.sources.conversion_sources import TIED
 from smpc.errors import CheckpointError
 
 

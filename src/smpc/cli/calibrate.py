@@ -41,7 +41,7 @@ def calibrate_command(
         if status:
             raise typer.Exit(status)
     else:
-        from smpc.calibration.device_toml import calibrate_to
+        from smpc.calibration.measure_device import calibrate_to
         from smpc.cli.terminal import progress
 
         with progress() as show:

@@ -149,8 +149,8 @@ def convert_command(
     """Convert a checkpoint. One tensor is in memory at a time; nothing is ever overwritten."""
     from smpc.checkpoint.convert import open_source, write_checkpoint
     from smpc.checkpoint.distributed import write_distributed
+    from smpc.checkpoint.sources.conversion_sources import tied_names, with_tied
     from smpc.checkpoint.sources.export import write_archive_of, write_file_of, write_folder
-    from smpc.checkpoint.sources.renamed_source import tied_names, with_tied
 
     as_dtype = _dtype_option(dtype)
     _check_form(to, {"--copy": copy, "--model-type": model_type}, as_dtype)

@@ -16,13 +16,13 @@ from typer.core import TyperCommand, TyperGroup
 COMMANDS: Mapping[str, tuple[str, str, str, Mapping[str, Any]]] = {
     "compile": ("compile", "compile_command", "Split a model into pipeline stages and report what each will cost.", {}),
     "simulate": (
-        "written",
+        "plans",
         "simulate_command",
         "Predict step time, bubble and memory of a plan under another schedule.",
         {},
     ),
     "diff": (
-        "written",
+        "plans",
         "diff_command",
         "Show what changed between two plans: modules, memory, time, messages, objective, schedule.",
         {},

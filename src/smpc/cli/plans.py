@@ -2,6 +2,8 @@
 
 A plan is checked before it is used: that it is JSON, that every field has its type, that stages, ranks and edges fit
 together, and that nothing was changed since it was written. Whatever is wrong is a ConfigError of one line.
+
+`smpc diff` and `smpc simulate`: what changed between two plans that were written, and one of them under another schedule.
 """
 
 from __future__ import annotations
@@ -9,8 +11,11 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import sys
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
 
 from smpc.config.files import MAX_PLAN_BYTES, parse_json, read_text
 from smpc.config.numbers import MAX_MICROBATCHES, MAX_PIPELINE_RANKS, MAX_STEPS, shown, size_violation
@@ -18,6 +23,7 @@ from smpc.errors import ConfigError, printable
 
 if TYPE_CHECKING:
     from smpc.partitioner.graph.plan import Plan
+
 
 _MOST = 1e30  # bytes, seconds, FLOPs
 _LEAST_BANDWIDTH = 1.0
@@ -109,3 +115,90 @@ def _wrong_sizes_in_plan(where: str, part: Any) -> Iterator[str]:
         least = -_MOST if field.name in ("source", "transient_bytes") else 0
         if isinstance(value, (int, float)) and not least <= value <= _MOST:
             yield f"{where}.{field.name}: expected times, costs and sizes from {least:g} to {_MOST:g}, found {shown(value)}"
+
+
+def diff_command(
+    before: Annotated[
+        str, typer.Argument(metavar="A", help="A plan.json, or the folder it is in.", show_default=False)
+    ],
+    after: Annotated[str, typer.Argument(metavar="B", help="Another.", show_default=False)],
+) -> None:
+    """Show what changed between two plans: modules, memory, time, messages, objective, schedule.
+
+    Exit status: 0 if the plans are equal, 1 if they differ, 2 if one cannot be read.
+    """
+
+    plans = load_plan(before), load_plan(after)
+    from smpc.report.compare import compare
+    from smpc.report.terminal import print_changes
+
+    changes = compare(*plans)
+    if changes:
+        print_changes(before, after, changes)
+        raise typer.Exit(1)
+
+
+def simulate_command(
+    plan: Annotated[
+        str, typer.Argument(metavar="PLAN", help="A plan.json, or the folder it is in.", show_default=False)
+    ],
+    microbatches: Annotated[
+        int | None,
+        typer.Option("-m", "--microbatches", metavar="M", help="Microbatches of a step, of the size they have."),
+    ] = None,
+    pipeline: Annotated[str | None, typer.Option(help="Schedule: interleaved or simple.")] = None,
+    schedule: Annotated[
+        str | None, typer.Option(metavar="NAME", help="Schedule by name, as for compile; wins over --pipeline.")
+    ] = None,
+    active_microbatches: Annotated[
+        int | None, typer.Option(metavar="A", help="Most microbatches in execution at a time.")
+    ] = None,
+    json_only: Annotated[bool, typer.Option("--json", help="Print the new plan as JSON and nothing else.")] = False,
+) -> None:
+    """Predict step time, bubble and memory of a plan under another schedule.
+
+    The cut stays as it is, and so does the size of a microbatch: twice the microbatches are twice the batch. The model
+    is not needed. Other settings stay as in the plan.
+    """
+
+    before = load_plan(plan)  # first: the rest takes seconds to import
+    from rich.text import Text
+
+    from smpc.report.predict import plan_timeline, predict
+    from smpc.report.tables import TextTable
+    from smpc.report.terminal import print_report, stdout_console, text_table
+
+    after = predict(
+        before,
+        num_microbatches=microbatches,
+        pipeline=pipeline,
+        schedule=schedule,
+        active_microbatches=active_microbatches,
+    )
+    if json_only:
+        sys.stdout.write(after.to_json())
+        return
+    console = stdout_console()
+    print_report(after, plan_timeline(after), console)
+    rows = (_prediction_of_written_plan("plan", before), _prediction_of_written_plan("here", after))
+    headers = ("", "Schedule", "Step", "Per microbatch", "Bubble", "Peak memory")
+    console.print(Text())
+    console.print(text_table(TextTable(headers, rows, left=("", "Schedule")), console.width))
+
+
+def _prediction_of_written_plan(label: str, plan: Plan) -> tuple[str, ...]:
+    """A row of the table: what is predicted of a plan."""
+    from smpc.report.format import count, format_bytes, format_time, schedule_name
+    from smpc.report.memory import memory_curves
+    from smpc.report.predict import plan_timeline
+
+    summary = plan.schedule
+    return (
+        label,
+        f"{schedule_name(summary.name)}, {count(summary.num_microbatches, 'microbatch', 'es')}, "
+        f"{summary.active_microbatches} active",
+        format_time(summary.step_time),
+        format_time(summary.step_time / summary.num_microbatches),
+        f"{summary.bubble_fraction:.1%}",
+        format_bytes(max(curve.peak_bytes for curve in memory_curves(plan, plan_timeline(plan)))),
+    )

@@ -18,8 +18,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from smpc.codegen.rewrite.context_parallel.methods import AUTO, METHODS
-from smpc.codegen.rewrite.context_parallel.rewrite import LAYOUTS, ContextTrace, collectives_of
+from smpc.codegen.rewrite.context_parallel.rewrite import AUTO, LAYOUTS, METHODS, ContextTrace, collectives_of
 from smpc.codegen.rewrite.expert_parallel import ExpertTrace
 from smpc.codegen.rewrite.tensor_parallel.rewrite import ShardedTrace
 from smpc.codegen.schedules.named import Choice, choose

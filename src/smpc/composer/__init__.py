@@ -13,9 +13,9 @@
 All it does is public in the parts: `smpc.dist`, `smpc.fsdp`. `smpc.composer.utils.dist` is `smpc.dist`.
 """
 
+from smpc.composer.checkpoint import State
 from smpc.composer.duration import Timestamp
 from smpc.composer.model import ComposerModel
-from smpc.composer.run_state import State
 from smpc.composer.trainer import Trainer
 
 __all__ = ["ComposerModel", "State", "Timestamp", "Trainer"]

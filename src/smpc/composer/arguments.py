@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 from torch.utils.data.distributed import DistributedSampler
 
 from smpc import dist
-from smpc.checkpoint.torch_format.places import is_url, place_of
+from smpc.checkpoint.torch_format.agreement import is_url, place_of
 from smpc.composer.checkpoint_readers import find_checkpoint
 from smpc.composer.duration import Duration
 from smpc.composer.model import ComposerModel

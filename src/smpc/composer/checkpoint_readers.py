@@ -26,9 +26,8 @@ from torch.torch_version import TorchVersion
 
 from smpc import dist
 from smpc.checkpoint.folder.files import read_file
-from smpc.checkpoint.torch_format.agreement import Ranks
+from smpc.checkpoint.torch_format.agreement import Ranks, is_url
 from smpc.checkpoint.torch_format.loading import load_state
-from smpc.checkpoint.torch_format.places import is_url
 from smpc.checkpoint.torch_format.reader import TorchFormatReader as FolderFiles
 from smpc.composer import storage
 from smpc.composer.duration import Timestamp

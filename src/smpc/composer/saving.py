@@ -14,8 +14,8 @@ from torch.distributed.checkpoint.planner import SavePlanner
 
 from smpc import dist
 from smpc.composer import checkpoint, storage
+from smpc.composer.checkpoint import State
 from smpc.composer.duration import Duration, Timestamp
-from smpc.composer.run_state import State
 from smpc.dist.rank_and_size import known_local_size
 from smpc.errors import ConfigError, UsageError
 

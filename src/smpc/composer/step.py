@@ -28,9 +28,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 from smpc import dist
 from smpc.checkpoint.rng import capture_rng, restore_rng
+from smpc.composer.checkpoint import LossScale, State
 from smpc.composer.microbatches import cut, num_loss_tokens, num_samples, num_tokens
 from smpc.composer.model import ComposerModel
-from smpc.composer.run_state import LossScale, State
 from smpc.errors import ConfigError, PeerMemoryError, StepError, TransportError
 from smpc.fsdp import Prepared
 from smpc.fsdp.tensor_slices import check_gradients

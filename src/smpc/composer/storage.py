@@ -35,7 +35,7 @@ import torch
 from torch import Tensor
 
 from smpc import dist
-from smpc.checkpoint.torch_format.places import is_url, place_of
+from smpc.checkpoint.torch_format.agreement import is_url, place_of
 from smpc.errors import CheckpointError
 
 _CHECKS = ".smpc"

@@ -18,11 +18,11 @@ from smpc import dist
 from smpc.checkpoint.rng import capture_rng, restore_rng
 from smpc.composer import arguments as checked
 from smpc.composer import checkpoint
+from smpc.composer.checkpoint import LossScale, State
 from smpc.composer.checkpoint_readers import open_checkpoint
 from smpc.composer.duration import Duration
 from smpc.composer.microbatches import check_alike, check_same_batch, moved, num_samples, share_random_state
 from smpc.composer.model import ComposerModel
-from smpc.composer.run_state import LossScale, State
 from smpc.composer.saving import Saving, named
 from smpc.composer.step import Stepper
 from smpc.errors import CheckpointError, ConfigError, UsageError

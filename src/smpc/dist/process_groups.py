@@ -24,8 +24,8 @@ from smpc.errors import ConfigError
 from smpc.errors import ConfigTypeError
 from smpc.errors import ConfigUnsupportedError
 from smpc.errors import GroupError
-from smpc.launch.store import job_store
-from smpc.launch.store import store_of_call
+from smpc.launch.rendezvous import job_store
+from smpc.launch.rendezvous import store_of_call
 from smpc.places import Launch
 import atexit
 import functools

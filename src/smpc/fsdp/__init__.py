@@ -13,7 +13,7 @@ zero         the same out of a DeepSpeed configuration, which is only read
 """
 
 from smpc.fsdp.config import FSDPConfig, MixedPrecision
-from smpc.fsdp.named_groups import partition
+from smpc.fsdp.meshes import partition
 from smpc.fsdp.prepare import Prepared, prepare
 from smpc.fsdp.tensor_slices import TensorConfig
 from smpc.fsdp.wrapping import units_of

@@ -50,9 +50,8 @@ from smpc.errors import ConfigError
 from smpc.launch.nodes import NodeOptions, Place
 from smpc.launch.output import OutputOptions, RankOutput
 from smpc.launch.processes import Processes, RankCommand
-from smpc.launch.rendezvous import Failure, Rendezvous
+from smpc.launch.rendezvous import Failure, Rendezvous, listen
 from smpc.launch.report import RankFailure, describe, headline_of_failure, readable
-from smpc.launch.store import listen
 from smpc.places import LOOPBACK, is_loopback
 
 _VARIABLE = re.compile(r"\$(?:(\w+)|\{([^}]*)\})", re.ASCII)

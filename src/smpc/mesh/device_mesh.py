@@ -19,8 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from smpc.config import PLACEMENT_STRATEGIES
 from smpc.errors import ConfigError
-from smpc.mesh.degrees import Degrees
-from smpc.mesh.mesh import Axis, Mesh
+from smpc.mesh.mesh import Axis, Degrees, Mesh
 
 # The dimensions of a whole mesh, the right-most fastest inside a stage, and other libraries' names for them.
 DIMENSIONS = {

@@ -1,13 +1,16 @@
 """Modules for model-parallel training: tensor-parallel layers, flash attention, fused norms. `smpc.v1` offers them as `smp.nn`."""
 
 from smpc.nn.attention.attention import DistributedAttentionLayer
-from smpc.nn.attention.flash_attention import FlashAttentionLayer, FlashGroupedQueryAttention, FlashSelfAttention
-from smpc.nn.attention.llama_flash_attention import LlamaFlashAttention
+from smpc.nn.attention.flash_attention import (
+    FlashAttentionLayer,
+    FlashGroupedQueryAttention,
+    FlashSelfAttention,
+    LlamaFlashAttention,
+)
 from smpc.nn.layers.embedding import DistributedEmbedding
-from smpc.nn.layers.layer_norm import DistributedLayerNorm
 from smpc.nn.layers.linear import DistributedLinear
 from smpc.nn.layers.losses import CrossEntropyLoss, LinearCrossEntropyLoss, VocabParallelCrossEntropyLoss
-from smpc.nn.layers.norms import FusedLayerNorm, FusedRMSNorm
+from smpc.nn.layers.norms import DistributedLayerNorm, FusedLayerNorm, FusedRMSNorm
 from smpc.nn.parallel import DistributedModule, Shard, TensorParallel
 from smpc.nn.random import RandomStreams
 from smpc.nn.transformer.lm_head import DistributedTransformerLMHead

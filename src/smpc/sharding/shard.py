@@ -51,8 +51,8 @@ from torch.utils._pytree import tree_map_only
 
 from smpc.config.keep import Keep
 from smpc.errors import ConfigUnsupportedError
-from smpc.sharding.containers import keep_containers
 from smpc.sharding.tensors import local, own_part_of_sharded
+from smpc.sharding.units import keep_containers
 from smpc.sharding.wide_gradients import is_wide, keep_wide, widen
 
 

@@ -3,8 +3,7 @@
 from smpc.nn.distribution.distribute import set_tensor_parallelism, tensor_parallelism
 from smpc.nn.init.delayed import delay_param_initialization
 from smpc.v1 import amp, model, nn, optimizers, patches, state_mod, utils
-from smpc.v1.declare.creation import model_creation
-from smpc.v1.declare.partition import partition, set_partition
+from smpc.v1.declare.partition import model_creation, partition, set_partition
 from smpc.v1.declare.recompute import checkpoint, checkpoint_sequential, set_activation_checkpointing
 from smpc.v1.layout.tensor_parallel import tp_register, tp_register_with_module
 from smpc.v1.model.distributed_model import DistributedModel

@@ -18,8 +18,7 @@ from tensor_ranks import run_ranks, tensor_groups
 from smpc.codegen.rewrite.opened_attention import open_attention
 from smpc.codegen.rewrite.tensor_parallel.layout_problem import Weights
 from smpc.codegen.rewrite.tensor_parallel.layouts import REPLICATED, Kind
-from smpc.codegen.rewrite.tensor_parallel.local import on_parts
-from smpc.codegen.rewrite.tensor_parallel.rewrite import GROUP, rewrite
+from smpc.codegen.rewrite.tensor_parallel.rewrite import GROUP, on_parts, rewrite
 from smpc.codegen.rewrite.tensor_parallel.rules import RULES, strategies
 from smpc.codegen.rewrite.tensor_parallel.search import choose
 from smpc.codegen.rewrite.tensor_parallel.strategy import Facts, short_name

@@ -7,12 +7,11 @@ import pytest
 import torch
 from torch import nn
 
-from smpc.codegen.rewrite.tensor_parallel import elimination
-from smpc.codegen.rewrite.tensor_parallel.elimination import eliminate
+from smpc.codegen.rewrite.tensor_parallel import search
 from smpc.codegen.rewrite.tensor_parallel.layout_problem import Weights, collect, representatives
 from smpc.codegen.rewrite.tensor_parallel.layouts import REPLICATED, Kind
 from smpc.codegen.rewrite.tensor_parallel.rewrite import rewrite
-from smpc.codegen.rewrite.tensor_parallel.search import choose, solve_ilp
+from smpc.codegen.rewrite.tensor_parallel.search import choose, eliminate, solve_ilp
 from smpc.errors import CodegenError
 from smpc.tracer.record import record
 
@@ -108,7 +107,7 @@ def test_dead_ends_go_where_tables_would_be_too_large(monkeypatch):
     """Mamba's recurrences needed tables of 18 million entries, and the integer program ended by the clock."""
     problem = problem_of(Recurrence(12, 3), torch.randn(2, 4, 12), share_blocks=False)
     best = total_cost(problem, eliminate(problem))
-    monkeypatch.setattr(elimination, "_LARGEST", 1_000)
+    monkeypatch.setattr(search, "_LARGEST", 1_000)
     assert eliminate(problem) is None
     picked = eliminate(problem, drop_dead_ends=True)
     assert picked is not None

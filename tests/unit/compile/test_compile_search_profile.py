@@ -11,8 +11,7 @@ from torch import nn
 from transformers import MixtralConfig, MixtralForCausalLM
 
 from smpc.codegen.schedules.named import choose
-from smpc.compile.search.forecast import Forecast
-from smpc.compile.search.plans import Plans
+from smpc.compile.search.forecast import Forecast, Plans
 from smpc.compile.search.profile import in_flight, placement
 from smpc.compile.search.space import Setting, Tried, shapes, ways
 from smpc.compile.search.workloads import Load, Workloads

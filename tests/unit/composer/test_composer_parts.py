@@ -11,9 +11,9 @@ from support.trainer_cases import classifier, trainer
 from torch.optim.lr_scheduler import ReduceLROnPlateau, StepLR
 from torch.utils.data import TensorDataset
 
+from smpc.composer.checkpoint import LossScale
 from smpc.composer.duration import Duration, Timestamp
 from smpc.composer.microbatches import cut, num_samples, num_tokens
-from smpc.composer.run_state import LossScale
 from smpc.composer.step import is_out_of_memory
 from smpc.composer.trainer import Trainer
 from smpc.errors import ConfigError, ConfigTypeError, ConfigUnsupportedError

@@ -5,7 +5,7 @@ import torch
 from tensor_ranks import run_ranks, tensor_groups
 
 from smpc.executor import tensor_ops
-from smpc.executor.pieces import in_own_order, in_rank_order, own_pieces, pieces_of
+from smpc.executor.collectives import in_own_order, in_rank_order, own_pieces, pieces_of
 
 CASES = [((), False), ((), True), ((8, 8), False), ((8, 8), True), ((4, 12), False)]
 

@@ -16,7 +16,7 @@ from smpc.codegen.lower import lower
 from smpc.codegen.program import Op, RankProgram, backward, forward
 from smpc.codegen.schedules.named import NAMES, choose, evaluation, interleaved
 from smpc.codegen.simulate import Costs, chain
-from smpc.executor.program.receive_order import posting_points
+from smpc.executor.program.message_order import posting_points
 
 SENDS, RECEIVES = (Op.SEND, Op.SEND_GRAD), (Op.RECV, Op.RECV_GRAD)
 

@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 from tensor_ranks import run_ranks, tensor_groups
 
-from smpc.executor.pieces import in_own_order, own_pieces
+from smpc.executor.collectives import in_own_order, own_pieces
 from smpc.executor.sequence.ring import ring_attention
 from smpc.executor.sequence.sliced import exchanged_attention
 

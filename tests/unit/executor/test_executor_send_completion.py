@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from smpc.codegen.lower import lower
 from smpc.codegen.program import Op, RankProgram
 from smpc.codegen.schedules.named import evaluation, interleaved
-from smpc.executor.program.send_completion import awaited_by_sends, told_by_receives
+from smpc.executor.program.message_order import awaited_by_sends, told_by_receives
 
 SENDS, RECEIVES = (Op.SEND, Op.SEND_GRAD), (Op.RECV, Op.RECV_GRAD)
 

@@ -6,8 +6,7 @@ import pytest
 
 from smpc.errors import ConfigError, ConfigTypeError
 from smpc.fsdp import partition
-from smpc.fsdp.meshes import MeshesOver
-from smpc.fsdp.named_groups import joined
+from smpc.fsdp.meshes import MeshesOver, joined
 
 
 @pytest.mark.parametrize("world", range(1, 17))

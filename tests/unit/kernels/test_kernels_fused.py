@@ -29,7 +29,7 @@ from smpc.kernels.layer_norm import (
 from smpc.kernels.linear_cross_entropy import _linear_cross_entropy, _scaled, linear_cross_entropy
 from smpc.kernels.rms_norm import _add_rms_norm, _rms_norm, _rms_norm_backward, add_rms_norm, rms_norm
 from smpc.kernels.rotary import _rotary, rotary
-from smpc.kernels.shared.logits_gradient import _logits_gradient, _logits_gradient_
+from smpc.kernels.shared.token_loss import _logits_gradient, _logits_gradient_
 
 DTYPES = pytest.mark.parametrize("dtype", list(cases.TOLERANCE), ids=str)
 

@@ -5,8 +5,7 @@ import threading
 from types import SimpleNamespace
 
 from smpc.launch import rendezvous
-from smpc.launch.rendezvous import Failure, Rendezvous
-from smpc.launch.store import listen
+from smpc.launch.rendezvous import Failure, Rendezvous, listen
 
 
 def test_the_end_waits_for_torch_to_be_imported(monkeypatch):

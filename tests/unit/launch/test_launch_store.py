@@ -9,7 +9,7 @@ import pytest
 from torch.distributed import TCPStore
 
 from smpc.errors import ConfigError
-from smpc.launch.store import listen, serve
+from smpc.launch.rendezvous import listen, serve
 from smpc.places import LOOPBACK, is_loopback
 
 

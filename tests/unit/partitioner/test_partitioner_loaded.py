@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from smpc.errors import MemoryLimitError, PartitionError
 from smpc.partitioner import Instance, Link, Node, Processor, solve_instance
-from smpc.partitioner.instances.loaded import load_problem
+from smpc.partitioner.instances.solve import load_problem
 from smpc.partitioner.solvers.cuts import _narrow_cuts, cut_bound
 from smpc.partitioner.solvers.loads import simple_bound
 

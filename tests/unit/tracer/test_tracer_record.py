@@ -19,8 +19,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from smpc.errors import TraceError, UsageError
 from smpc.tracer import NodeKind, Trace, flatten, mark_leaf, record, register_shape_rule, replay, to_fx, verify
-from smpc.tracer.ir import Autocast
-from smpc.tracer.layouts import STRIDED_VIEW, strided_view
+from smpc.tracer.ir import STRIDED_VIEW, Autocast, strided_view
 from smpc.tracer.recording.recorder import Recorder
 
 

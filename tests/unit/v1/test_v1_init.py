@@ -18,10 +18,9 @@ from torch._C._distributed_c10d import HashStore
 import smpc.v1 as smp
 from smpc.config import Config
 from smpc.errors import ConfigError, ConfigUnsupportedError, PeerError, TransportError, UsageError
-from smpc.launch.store import ENDED, store_of_job
+from smpc.launch.rendezvous import ENDED, store_of_job
 from smpc.places import Launch
-from smpc.v1.session.init import _choose_device, _end
-from smpc.v1.session.rendezvous import await_all, meet
+from smpc.v1.session.init import _choose_device, _end, await_all, meet
 
 TORCHRUN = {
     "RANK": "3",

@@ -11,7 +11,7 @@ from smpc.errors import CheckpointError
 from smpc.nn import DistributedLinear
 from smpc.nn.parallel import Shard, TensorParallel
 from smpc.tracer.ir import TensorSpec
-from smpc.v1.layout.slices import Slices, place
+from smpc.v1.layout.placement import Slices, place
 from smpc.v1.state_dicts.merge import MergedPiece, fill, survey
 
 

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from smpc.nn.parallel import Shard
-from smpc.v1.optimization.parameter_rows import Parts, Range
+from smpc.v1.optimization.sharded_optimizer_state import Parts, Range
 
 
 @st.composite

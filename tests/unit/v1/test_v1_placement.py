@@ -5,8 +5,7 @@ import torch
 from torch import nn
 
 from smpc.rank_models import copied_model
-from smpc.v1.layout.placement import Placement
-from smpc.v1.layout.slices import Slices
+from smpc.v1.layout.placement import Placement, Slices
 
 
 def normed():

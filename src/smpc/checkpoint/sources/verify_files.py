@@ -14,8 +14,7 @@ import os
 from dataclasses import dataclass
 
 from smpc.checkpoint.format.draft_content import Advance
-from smpc.checkpoint.format.tensor_file_reader import TensorFile
-from smpc.checkpoint.format.tensorfile import is_tensorfile
+from smpc.checkpoint.format.tensorfile import TensorFile, is_tensorfile
 from smpc.checkpoint.sources.conversion_sources import INDEX, SafetensorsSource, files_of
 from smpc.errors import CheckpointError
 

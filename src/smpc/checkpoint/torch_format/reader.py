@@ -30,8 +30,8 @@ from torch.futures import Future
 from smpc.checkpoint.folder.files import load_tensors
 from smpc.checkpoint.format.regular_file import printable
 from smpc.checkpoint.sources.distributed_metadata import MOST, Described, DistributedMetadata, parse_metadata
-from smpc.checkpoint.torch_format.places import is_url, names_in, place_of
-from smpc.checkpoint.torch_format.writer import METADATA
+from smpc.checkpoint.torch_format.agreement import is_url, names_in, place_of
+from smpc.checkpoint.torch_format.saving import METADATA
 from smpc.errors import CheckpointError
 
 

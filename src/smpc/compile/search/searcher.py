@@ -43,8 +43,7 @@ from torch import nn
 from smpc.compile.passes import schedule_plan
 from smpc.compile.result import Traced
 from smpc.compile.search.estimate import EstimatedSample, Guess, least_peak, least_step
-from smpc.compile.search.forecast import Forecast
-from smpc.compile.search.plans import Plans
+from smpc.compile.search.forecast import Forecast, Plans
 from smpc.compile.search.result import Result, Search, Verdict, nothing_fits, ordered
 from smpc.compile.search.space import (
     ALL_SCHEDULES,

@@ -27,8 +27,8 @@ from smpc.nn.attention.scores import (
     with_position_bias,
 )
 from smpc.nn.attention.variant import Call, TupleCache, Variant
-from smpc.nn.layers.layer_norm import make_norm
 from smpc.nn.layers.linear import ColumnLinear, RowLinear, column_products
+from smpc.nn.layers.norms import make_norm
 from smpc.nn.parallel import DistributedModule, TensorParallel, current_parallel
 
 

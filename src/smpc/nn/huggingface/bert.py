@@ -5,8 +5,16 @@ from __future__ import annotations
 from typing import Any
 
 from smpc.nn.attention.variant import Call, Variant
-from smpc.nn.huggingface.family import Family, Given, activation, attended, is_eager, layer_index
-from smpc.nn.huggingface.releases import hidden_only, until_positions
+from smpc.nn.huggingface.family import (
+    Family,
+    Given,
+    activation,
+    attended,
+    hidden_only,
+    is_eager,
+    layer_index,
+    until_positions,
+)
 from smpc.nn.state_format import StateFormat, renamed
 
 PARTS = ("query", "key", "value")

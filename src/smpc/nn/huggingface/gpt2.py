@@ -6,8 +6,18 @@ import math
 from typing import Any
 
 from smpc.nn.attention.variant import Call, Variant
-from smpc.nn.huggingface.family import Family, Given, activation, attended, is_eager, layer_index, normal, unseen
-from smpc.nn.huggingface.releases import hidden_only, until_positions
+from smpc.nn.huggingface.family import (
+    Family,
+    Given,
+    activation,
+    attended,
+    hidden_only,
+    is_eager,
+    layer_index,
+    normal,
+    unseen,
+    until_positions,
+)
 from smpc.nn.registration import Fill
 from smpc.nn.state_format import FormatRule, StateFormat, renamed
 

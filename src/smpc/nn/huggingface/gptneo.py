@@ -5,8 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from smpc.nn.attention.variant import Call, Variant
-from smpc.nn.huggingface.family import Family, Given, activation, attended
-from smpc.nn.huggingface.releases import until_objects, without_weights
+from smpc.nn.huggingface.family import Family, Given, activation, attended, until_objects, without_weights
 from smpc.nn.state_format import StateFormat, renamed
 
 _FORMAT = StateFormat(

@@ -17,12 +17,13 @@ from smpc.nn.huggingface.family import (
     Given,
     activation,
     attended,
+    hidden_only,
     is_eager,
     layer_index,
     required_layer_argument,
     unseen,
+    until_keywords,
 )
-from smpc.nn.huggingface.releases import hidden_only, until_keywords
 from smpc.nn.state_format import StateFormat, renamed
 
 _FORMAT = StateFormat(

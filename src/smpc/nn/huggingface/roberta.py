@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from smpc.nn.huggingface.bert import RULES, arguments, call
-from smpc.nn.huggingface.family import Family
-from smpc.nn.huggingface.releases import hidden_only, until_positions
+from smpc.nn.huggingface.family import Family, hidden_only, until_positions
 from smpc.nn.state_format import StateFormat
 
 FAMILY = Family(

@@ -13,8 +13,17 @@ from typing import Any
 from torch import Tensor
 
 from smpc.nn.attention.variant import Call, PositionBuckets, Variant
-from smpc.nn.huggingface.family import Family, Given, activation, attended, is_eager, layer_index, normal
-from smpc.nn.huggingface.releases import until_objects, with_biases
+from smpc.nn.huggingface.family import (
+    Family,
+    Given,
+    activation,
+    attended,
+    is_eager,
+    layer_index,
+    normal,
+    until_objects,
+    with_biases,
+)
 from smpc.nn.registration import Fill
 from smpc.nn.state_format import FormatRule, StateFormat, renamed
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from smpc.nn.attention.variant import Call, Variant
-from smpc.nn.huggingface.family import Family, Given, activation, attended, is_eager
-from smpc.nn.huggingface.releases import hidden_only
+from smpc.nn.huggingface.family import Family, Given, activation, attended, hidden_only, is_eager
 from smpc.nn.state_format import StateFormat, renamed
 
 _FORMAT = StateFormat(

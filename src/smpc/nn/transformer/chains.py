@@ -11,7 +11,7 @@ the next one of its list. A subclass may do otherwise, so classes are matched ex
 several places, ends a chain.
 
 Other inputs of all layers of a stack (masks, cross states, rotary angles) are converted to the inner layout by the first layer of a
-chain, or of the chain's part in a pipeline stage: see `smpc.nn.transformer.shared_inputs`.
+chain, or of the chain's part in a pipeline stage: see `smpc.nn.transformer.transformer`.
 
 `name_layers` gives the layers of a stack the name `seq_layers`, the name that SMP's own transformers have for them.
 

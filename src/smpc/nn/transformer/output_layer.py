@@ -17,8 +17,8 @@ from torch._subclasses.fake_tensor import is_fake
 
 from smpc.nn.attention.attention import check_layer_norms, hidden_dropout
 from smpc.nn.attention.variant import Variant
-from smpc.nn.layers.layer_norm import make_norm
 from smpc.nn.layers.linear import ColumnLinear, RowLinear, column_products
+from smpc.nn.layers.norms import make_norm
 from smpc.nn.parallel import DistributedModule, TensorParallel, current_parallel
 
 # The reference's activations, and others that act on each channel alone.

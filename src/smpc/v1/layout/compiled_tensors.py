@@ -43,8 +43,7 @@ from smpc.executor.sharded_state import check_no_hooks, slice_of
 from smpc.mesh import Axis
 from smpc.nn.parallel import Shard, distributed_modules
 from smpc.tracer.ir import Trace
-from smpc.v1.layout.placement import Placement
-from smpc.v1.layout.slices import Slices
+from smpc.v1.layout.placement import Placement, Slices
 from smpc.v1.session.object_messages import gather_objects
 from smpc.v1.session.process_state import Session
 

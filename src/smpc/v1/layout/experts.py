@@ -32,7 +32,7 @@ from smpc.errors import ConfigError, ConfigUnsupportedError, StepError
 from smpc.executor.collectives import TensorGroup
 from smpc.executor.replicas.apart import ExpertReplicas, ExpertsApart
 from smpc.executor.replicas.data_parallel import broadcast
-from smpc.executor.replicas.step_hooks import StepHooks
+from smpc.executor.replicas.group_hooks import StepHooks
 from smpc.executor.sharded_state import has_hooks
 from smpc.experts.confirm import Confirmed, confirm
 from smpc.experts.dispatch import owned
@@ -42,8 +42,7 @@ from smpc.experts.structure import Found, Listed, Stacked, find_experts, shared_
 from smpc.mesh import Axis
 from smpc.nn.parallel import Shard
 from smpc.tracer.ir import Trace
-from smpc.v1.layout.placement import Placement
-from smpc.v1.layout.slices import Slices
+from smpc.v1.layout.placement import Placement, Slices
 from smpc.v1.session.object_messages import gather_objects
 from smpc.v1.session.process_state import Session
 from smpc.v1.session.step_errors import describe, raise_first_step_error

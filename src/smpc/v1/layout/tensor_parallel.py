@@ -20,15 +20,14 @@ from typing import Any, TypeVar
 from torch import Tensor, nn
 
 from smpc.errors import StepError
-from smpc.executor.replicas.group_hooks import TensorReplicas
-from smpc.executor.replicas.step_hooks import StepHooks
+from smpc.executor.replicas.group_hooks import StepHooks, TensorReplicas
 from smpc.mesh import Axis
 from smpc.nn.distribution.distribute import distribute
 from smpc.nn.distribution.registry import Registry
 from smpc.nn.parallel import DistributedModule, distributed_modules
 from smpc.nn.registration import StateHook, Translation
 from smpc.v1.layout.compiled_tensors import CompiledTensors
-from smpc.v1.layout.slices import Slices, digest_of
+from smpc.v1.layout.placement import Slices, digest_of
 from smpc.v1.session.object_messages import gather_objects
 from smpc.v1.session.process_state import Session, state
 

@@ -48,7 +48,7 @@ from smpc.errors import ConfigError, ConfigUnsupportedError, UsageError
 from smpc.executor import StageReplicas
 from smpc.executor.replicas.apart import ExpertsApart
 from smpc.executor.replicas.fully_shard import ModuleShards, StageShards
-from smpc.executor.replicas.step_hooks import StepHooks
+from smpc.executor.replicas.group_hooks import StepHooks
 from smpc.mesh import Axis
 from smpc.mesh.device_mesh import device_mesh
 from smpc.sharding import ShardingOptions, Unit, find_units

@@ -35,10 +35,10 @@ from smpc.errors import CheckpointError, ConfigError
 from smpc.executor.replicas.data_parallel import broadcast
 from smpc.nn import parallel
 from smpc.sharding.tensors import as_state_of, local, whole
-from smpc.v1.layout.slices import place
+from smpc.v1.layout.placement import place
 from smpc.v1.model.distributed_model import DistributedModel
 from smpc.v1.optimization.loss_scale import LossScaler
-from smpc.v1.optimization.parameter_rows import Range
+from smpc.v1.optimization.sharded_optimizer_state import Range
 from smpc.v1.optimization.update_targets import Updates
 from smpc.v1.session.process_state import state
 from smpc.v1.session.step_messages import Control

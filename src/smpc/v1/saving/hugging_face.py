@@ -27,8 +27,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from smpc.checkpoint.sources.conversion_sources import Source, SourceItem
-from smpc.checkpoint.sources.renamed_source import SourceView
+from smpc.checkpoint.sources.conversion_sources import Source, SourceItem, SourceView
 from smpc.errors import CheckpointError
 from smpc.nn.huggingface.families import FAMILIES
 from smpc.nn.state_format import FormatRule, StateFormat

@@ -19,15 +19,23 @@ Source: public SMP v1 API ("APIs for Saving and Loading"). The keyword-only argu
 A `Checkpointer` is how this session's ranks save and load together. It has one channel for calls that scripts wait for, and one for
 background saves. The ranks meet in the job's store, not in a process group: creating a channel then needs no collective call, and if a rank
 does not come, the others raise an error with its number after `checkpoint_timeout`.
+
+Random state belongs to the ranks that saved it. On the same topology (degrees, number of ranks, placement) every rank continues the random
+numbers of the rank of its number: N steps equal N/2 + N/2 steps, bit by bit. On another topology no rank's state fits, so all ranks are
+seeded alike, from a number derived from the checkpoint: resuming twice gives the same results twice. All ranks do the same.
 """
 
 from __future__ import annotations
 
 import datetime
 import os
+import random
 import warnings
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, get_args
+
+import numpy as np
+import torch
 
 from smpc.checkpoint import (
     Alone,
@@ -39,23 +47,83 @@ from smpc.checkpoint import (
     Saving,
     Shard,
     StoreChannel,
+    capture_rng,
     check,
     load,
+    restore_rng,
     together,
     verify_source,
 )
 from smpc.checkpoint.format.draft_content import VALUES
-from smpc.checkpoint.sources.renamed_source import TIED
+from smpc.checkpoint.sources.conversion_sources import TIED
 from smpc.errors import CheckpointError, ConfigError, ConfigTypeError, UsageError
 from smpc.v1.model.distributed_model import DistributedModel
 from smpc.v1.optimization.distributed_optimizer import DistributedOptimizer
 from smpc.v1.optimization.optimizer_state import KIND
-from smpc.v1.saving import data_position, full, full_folder, topology
+from smpc.v1.saving import data_position, full
 from smpc.v1.saving.data_position import StatefulData, check_data
 from smpc.v1.session.connections import job_store
 from smpc.v1.session.precision import session_half_dtype
 from smpc.v1.session.process_state import Session, state
 from smpc.v1.session.wait_limits import loading
+
+RNG, STREAMS = "rng", "tensor_parallel_rng"
+
+
+def describe_topology(session: Session) -> dict[str, Any]:
+    """The values that must be equal for random state to be restored."""
+    mesh = session.mesh
+    some = {name: size for name, size in (("context", mesh.cp_size), ("expert", mesh.ep_size)) if size > 1}
+    return {
+        "pipeline": mesh.pp_size,
+        "tensor": mesh.tp_size,
+        "replicas": mesh.rdp_size,
+        "placement": mesh.placement,
+        **some,
+    }
+
+
+def capture_random_state(session: Session) -> dict[str, Any]:
+    """This rank's random state: the generators, and the streams of tensor-parallel modules."""
+    return {RNG: capture_rng(), STREAMS: session.parallel.streams.state_dict()}
+
+
+def restore_random_state(checkpoint: Checkpoint, session: Session, channel: Channel) -> None:
+    """Restore the random state of this rank, or seed all ranks anew with a warning. Collective."""
+    saved = checkpoint.metadata.get("topology") if isinstance(checkpoint.metadata, Mapping) else None
+    if saved == describe_topology(session):
+        states: list[Any] = []
+
+        def read() -> bool:
+            states.append(checkpoint.rank_state(session.rank))
+            return isinstance(states[0], Mapping) and RNG in states[0] and len(states[0][RNG]["cuda"]) in _devices()
+
+        if all(together(channel, read)):
+            restore_rng(states[0][RNG])
+            session.parallel.streams.load_state_dict(states[0].get(STREAMS, {}))
+            return
+    seed = 0x5EED + checkpoint.manifest.sequence
+    torch.manual_seed(seed)
+    random.seed(seed)
+    np.random.seed(seed)
+    session.parallel.streams.reseed(seed)
+    if session.rank == 0:
+        warnings.warn(
+            f"{checkpoint.folder} was saved on {_topology_text(saved)}, and this job has "
+            f"{_topology_text(describe_topology(session))}: its random state does not fit, and all ranks are seeded with {seed}",
+            stacklevel=4,
+        )
+
+
+def _devices() -> tuple[int, int]:
+    """Numbers of CUDA devices whose state can be restored."""
+    return 0, torch.cuda.device_count()
+
+
+def _topology_text(topology: Any) -> str:
+    if not isinstance(topology, Mapping):
+        return "an unknown arrangement of ranks"
+    return ", ".join(f"{key} {value}" for key, value in topology.items())
 
 
 class Checkpointer:
@@ -232,7 +300,7 @@ def resume_from_checkpoint(
         return _resume_contents(
             lambda: Root(path).find(found_tag), True, load_optimizer, only_masters, strict, unpickle, data, found
         )
-    rest = together(found.channel, lambda: full_folder.rest_of(os.fspath(path), found_tag))[found.channel.rank]
+    rest = together(found.channel, lambda: full.rest_of(os.fspath(path), found_tag))[found.channel.rank]
     if load_optimizer:
         _check_optimizer(os.fspath(path), found_tag, rest)
     with full.opened_model(os.fspath(path), found_tag, model, strict, translate_function, found.channel) as load_model:
@@ -254,9 +322,9 @@ def _check_optimizer(path: str, tag: str, rest: str | None) -> None:
             "without this warning"
         )
     elif rest is None:
-        target = full_folder.target_of(path, tag)
-        if full_folder.identity_of(target) is not None:
-            beside = f"{full_folder.CONTENT}{tag}"
+        target = full.target_of(path, tag)
+        if full.identity_of(target) is not None:
+            beside = f"{full.CONTENT}{tag}"
             raise CheckpointError(
                 f"{target}: what was saved beside it, {beside}, is gone; pass load_optimizer=False to load the model alone"
             )
@@ -276,7 +344,7 @@ def _warn(text: str, stacklevel: int = 5) -> None:
 
 def _legacy_content(path: str, tag: str, found: Checkpointer) -> Any:
     contents: list[Any] = []
-    together(found.channel, lambda: contents.append(full_folder.legacy_content(path, tag)))
+    together(found.channel, lambda: contents.append(full.legacy_content(path, tag)))
     return contents[0]
 
 
@@ -329,7 +397,7 @@ def _resume_contents(
         )
         model.checkpoint_state.load_extra(checkpoint.metadata.get("extra_state", {}))
         data_position.restore(checkpoint, data, state.session, found.channel)
-        topology.restore(checkpoint, state.session, found.channel)
+        restore_random_state(checkpoint, state.session, found.channel)
         if optimizer is not None and state.scaler is not None and GRAD_SCALER in checkpoint.metadata:
             state.scaler.load_state_dict(checkpoint.metadata[GRAD_SCALER])
     finally:
@@ -380,8 +448,8 @@ def _saved_content(
 ) -> Content:
     """What a rank saves: model, optimizer, data's position and the user's content."""
     session = state.session
-    metadata: dict[str, Any] = {"topology": topology.describe(session)}
-    rank_state = topology.capture(session) | data_position.capture(data)
+    metadata: dict[str, Any] = {"topology": describe_topology(session)}
+    rank_state = capture_random_state(session) | data_position.capture(data)
     shards: list[Shard] = []
     parts = [*(["model"] if model is not None else []), *(["optimizer"] if optimizer is not None else [])]
     state.acting_script.check_filled("save_checkpoint", *parts)
@@ -413,7 +481,7 @@ def _casts(strict: bool) -> bool:
 
 def _use_plan(model: DistributedModel, checkpoint: Checkpoint) -> None:
     """Cut the model as the saving job did. Another topology, or a plan of a later release, is not an error: then it is cut anew."""
-    if checkpoint.plan is None or checkpoint.metadata.get("topology") != topology.describe(state.session):
+    if checkpoint.plan is None or checkpoint.metadata.get("topology") != describe_topology(state.session):
         return
     try:
         model.use_plan(checkpoint.plan)
@@ -428,7 +496,7 @@ def _agreed_tag(path: str, tag: str | None, partial: bool, found: Checkpointer) 
         if found.channel.rank:
             return None
         if not partial:
-            return full_folder.newest(path) if tag is None else tag
+            return full.newest(path) if tag is None else tag
         if tag is None:
             return Root(path).newest()
         name = tag if tag.endswith(PARTIAL) else f"{tag}{PARTIAL}"
@@ -438,7 +506,7 @@ def _agreed_tag(path: str, tag: str | None, partial: bool, found: Checkpointer) 
     chosen: str | None = together(found.channel, choose)[0]
     if chosen is None and state.session.rank == 0:
         kind = "partial" if partial else "full"
-        others = full_folder.tags(path) if partial else Root(path).tags()
+        others = full.tags(path) if partial else Root(path).tags()
         hint = f"; there are full ones, {', '.join(others)}: pass partial=False to load them" if partial else ""
         hint = hint or f"; there are partial ones, {', '.join(others)}: pass partial=True to load them"
         warnings.warn(

@@ -31,7 +31,7 @@ from smpc.checkpoint import Checkpoint, read_file, write_file
 from smpc.checkpoint.folder.folders import MARKER, is_checkpoint, read_marker
 from smpc.checkpoint.format.draft_content import VALUES
 from smpc.errors import CheckpointError, ConfigError, ConfigTypeError
-from smpc.v1.saving import full_folder
+from smpc.v1.saving import full
 from smpc.v1.session.process_state import state
 from smpc.v1.session.ranks import mp_rank, pp_rank, rdp_rank, tp_rank
 
@@ -42,22 +42,22 @@ def is_saved(path: str) -> bool:
     """Whether `load_saved` loads a path of this name."""
     folder, name = os.path.split(path)
     if os.path.isdir(path):
-        return is_checkpoint(path) or name.startswith(full_folder.CONTENT)
+        return is_checkpoint(path) or name.startswith(full.CONTENT)
     if name == _USER and not os.path.lexists(path):
         return is_checkpoint(folder)
-    return name in (MARKER, full_folder.MARKER) and read_marker(folder, name) is not None
+    return name in (MARKER, full.MARKER) and read_marker(folder, name) is not None
 
 
 def load_saved(path: str) -> Any:
     """See the module's docstring. Raises CheckpointError, naming the file, if it is damaged or incomplete."""
     folder, name = os.path.split(os.path.abspath(path))
-    if name in (MARKER, full_folder.MARKER):
+    if name in (MARKER, full.MARKER):
         return read_marker(folder, name)
     if name == _USER:
         return _user(folder)
     if is_checkpoint(path):
         return _whole_checkpoint(path)
-    rest = full_folder.rest_of(folder, name.removeprefix(full_folder.CONTENT))
+    rest = full.rest_of(folder, name.removeprefix(full.CONTENT))
     if rest is None:
         raise CheckpointError(f"{path}: the model that it belongs to was not saved by smp.save_checkpoint")
     return _user(rest)

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import Store, _get_default_store
 
 from smpc.executor.transport import GlooTransport, NcclTransport, Transport
-from smpc.launch.store import store_of_job
+from smpc.launch.rendezvous import store_of_job
 from smpc.mesh import Axis
 from smpc.v1.session.process_state import Session
 from smpc.v1.session.step_messages import Control

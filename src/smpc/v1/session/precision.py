@@ -5,7 +5,7 @@
     outputs of the model            fp16 and bf16 tensors are cast to fp32, so that losses of the step function are computed in it
     gradients                       have the parameters' dtype, or, with `_fp32_grad_accumulation`, add up in fp32 (see
                                     `smpc.sharding.tensors`); with fp16 they are of the loss times a loss scale
-    updates                         of fp32 masters, of which the parameters are rounded copies: see `smpc.v1.optimization.masters`
+    updates                         of fp32 masters, of which the parameters are rounded copies: see `smpc.v1.optimization.update_targets`
 
 Without these keys nothing is cast.
 """

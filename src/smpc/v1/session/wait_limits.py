@@ -22,7 +22,7 @@ from torch.distributed.distributed_c10d import Store
 from smpc.config import Config
 from smpc.executor import FailureMonitor
 from smpc.executor.failure.start import Phase
-from smpc.launch.store import ENDED
+from smpc.launch.rendezvous import ENDED
 from smpc.mesh import Mesh
 from smpc.v1.session.process_state import state
 from smpc.v1.session.step_errors import tell_launcher

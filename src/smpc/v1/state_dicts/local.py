@@ -26,8 +26,7 @@ from smpc.checkpoint.stateful import Held, held
 from smpc.errors import CheckpointError
 from smpc.nn.parallel import Shard
 from smpc.sharding.tensors import local, own_part_of_sharded, whole
-from smpc.v1.layout.placement import Placement
-from smpc.v1.layout.slices import Slices, place
+from smpc.v1.layout.placement import Placement, Slices, place
 from smpc.v1.session.precision import loads_as
 from smpc.v1.session.step_messages import Control
 from smpc.v1.state_dicts.hooks import (

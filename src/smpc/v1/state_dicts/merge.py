@@ -19,7 +19,7 @@ from torch import Tensor
 from smpc.errors import CheckpointError
 from smpc.nn.parallel import Shard
 from smpc.tracer.ir import TensorSpec
-from smpc.v1.layout.slices import whole_shape
+from smpc.v1.layout.placement import whole_shape
 from smpc.v1.session.step_messages import Control
 from smpc.v1.steps.results import pack, unpack
 

@@ -32,7 +32,7 @@ from smpc.mesh import Axis
 from smpc.sample_inputs import Inputs
 from smpc.tracer.constants import is_constant, normalise
 from smpc.tracer.ir import NodeKind, Trace
-from smpc.v1.layout.slices import digest_of
+from smpc.v1.layout.placement import digest_of
 from smpc.v1.session.object_messages import gather_objects
 from smpc.v1.session.process_state import Session
 from smpc.v1.session.step_errors import describe, raise_first_step_error

@@ -43,7 +43,7 @@ from smpc.executor import StageReplicas
 from smpc.mesh import Axis
 from smpc.v1.session.process_state import Session
 from smpc.v1.steps.context import StepContext
-from smpc.v1.steps.nonfinite import agree, describe_verdict
+from smpc.v1.steps.results import agree, describe_verdict
 
 
 class Phase(IntEnum):

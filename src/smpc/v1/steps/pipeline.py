@@ -20,6 +20,13 @@ Terms
 
 Errors that pipeline rank 0 finds before the step, and StepErrors of the step function on the last rank, are sent in the header and with
 the results: all ranks of the pipeline raise them, no transfer stays in progress, and the next step may run.
+
+The rank of the last stage runs the step function on the pipeline's outputs, beside its instructions.
+
+    output of microbatch m -> model(...) in the step function -> its loss -> model.backward(loss) -> roots of the backward pass of m
+
+The step function runs whole for every microbatch, as soon as the output exists. A StepError in it is kept until the step is over, so
+that every rank comes to the end and all can raise it.
 """
 
 from __future__ import annotations
@@ -35,11 +42,11 @@ from torch import Tensor
 from smpc.codegen.stage import StageModule
 from smpc.compile.result import Compilation
 from smpc.errors import StepError, UsageError
-from smpc.executor.replicas.step_hooks import StepHooks
+from smpc.executor.replicas.group_hooks import StepHooks
 from smpc.executor.transport import Transport
 from smpc.observe.observer import Watch
 from smpc.partitioner.graph.plan import Plan
-from smpc.runtime import Runtime
+from smpc.runtime import Roots, Runtime
 from smpc.sample_inputs import Inputs
 from smpc.tracer.environment.environment_guards import Environment
 from smpc.tracer.environment.memory_words import DictVersions
@@ -48,12 +55,10 @@ from smpc.tracer.state.state_use import StateUse
 from smpc.v1.session.step_errors import AGREED, Description, describe, raise_error_on_all_ranks
 from smpc.v1.session.step_messages import Control
 from smpc.v1.steps.arguments import ArgumentForm, Arguments, StepBody, form_of, merge_arguments, on_device
-from smpc.v1.steps.calls import Capture, Captured
+from smpc.v1.steps.calls import Capture, Captured, Tail
 from smpc.v1.steps.context import StepContext
 from smpc.v1.steps.context_parallel import SharedSequences, digests_of
-from smpc.v1.steps.draws import DRAWS, Sent, as_tensors
-from smpc.v1.steps.last_stage import LastRank
-from smpc.v1.steps.nonfinite import agree
+from smpc.v1.steps.draws import DRAWS, Sent, as_tensors, drawing_from
 from smpc.v1.steps.programs.compiler import Compiler
 from smpc.v1.steps.programs.signature import (
     ModeReader,
@@ -63,8 +68,84 @@ from smpc.v1.steps.programs.signature import (
     read_signature,
     verify_first,
 )
-from smpc.v1.steps.results import ResultForm, loss_from_bits, loss_to_bits, pack, read_results
+from smpc.v1.steps.results import (
+    Losses,
+    ResultForm,
+    Returned,
+    agree,
+    loss_from_bits,
+    loss_to_bits,
+    pack,
+    read_results,
+    take,
+)
 from smpc.verification.random_state import RandomState
+
+
+class LastRank:
+    """The step function in one step.
+
+    `arguments` returns the arguments of every microbatch, once they have arrived, and the random states to run it from, if it draws.
+    """
+
+    def __init__(
+        self,
+        context: StepContext,
+        body: StepBody,
+        arguments: Callable[[], list[tuple[Arguments, Sent | None]]],
+        trains: bool,
+    ) -> None:
+        self._context = context
+        self._body = body
+        self._arguments = arguments
+        self._trains = trains
+        self._scale = context.divisor / context.precision.loss_scale  # of gradients
+        self._microbatches: list[tuple[Arguments, Sent | None]] | None = None
+        self._values: dict[int, Returned] = {}
+        self.did_backward = False
+        self.losses = Losses(context.precision)
+        self.failure: StepError | None = None
+
+    def on_output(self, microbatch: int, output: Any) -> Roots | None:
+        """Run the step function for one microbatch; the roots of its backward pass.
+
+        After a StepError the remaining microbatches run without it and without gradients, so that every rank comes to the end.
+        """
+        if self.failure is not None:
+            return None
+        try:
+            return self._call(microbatch, output)
+        except StepError as error:
+            self.failure = error
+            return None
+
+    def _call(self, microbatch: int, output: Any) -> Roots | None:
+        body = self._body
+        if self._microbatches is None:
+            self._microbatches = self._arguments()
+        tail = self._context.calls = Tail(body.name, output, self._scale)
+        try:
+            arguments, states = self._microbatches[microbatch]
+            with drawing_from(states, self._context.session.device):
+                self._values[microbatch] = take(body.call(arguments), body.detach_outputs)
+        finally:
+            self._context.calls = None
+            tail.close()
+        if tail.roots is None:
+            return None
+        if not self._trains:
+            raise StepError(
+                f"step function {body.name} calls model.backward, but its earlier calls did not, so this step ran without "
+                "keeping activations; use one step function for training and another for evaluation"
+            )
+        self.did_backward = True
+        self.losses.add(microbatch, tail.losses)
+        return tail.roots
+
+    def values(self) -> list[Returned]:
+        """The results of the microbatches, in order."""
+        return [self._values[i] for i in range(len(self._values))]
+
 
 OwnArguments = Callable[[], Arguments]  # this rank's arguments of a step; binding them may fail
 _AT_END = 1 << 30
@@ -96,7 +177,7 @@ class Request:
 
 @dataclass(frozen=True)
 class Outcome:
-    """A step's result on every rank, or the StepError that all of them raise. `verdict`: see `smpc.v1.steps.nonfinite`."""
+    """A step's result on every rank, or the StepError that all of them raise. `verdict`: see `smpc.v1.steps.results`."""
 
     value: Any
     verdict: int = 0

@@ -30,17 +30,15 @@ from torch.utils._pytree import tree_leaves
 
 from smpc.errors import StepError
 from smpc.executor.replicas.fully_shard import ModuleShards
-from smpc.executor.replicas.group_hooks import innermost
-from smpc.executor.replicas.step_hooks import StepHooks
+from smpc.executor.replicas.group_hooks import StepHooks, innermost
 from smpc.observe.observer import Watch, batch_of
 from smpc.sample_inputs import Inputs
 from smpc.tracer.ir import Autocast
 from smpc.v1.steps.arguments import Arguments, StepBody, on_device
 from smpc.v1.steps.calls import Gradients, Tensors, Whole, make_roots, tensors_within
 from smpc.v1.steps.context import StepContext
-from smpc.v1.steps.nonfinite import Losses, agree
 from smpc.v1.steps.programs.signature import ModeReader, Signature, read_signature
-from smpc.v1.steps.results import read_results, take
+from smpc.v1.steps.results import Losses, agree, read_results, take
 
 
 class Direct:

@@ -37,10 +37,9 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from smpc.checkpoint.format.draft_content import Shard as HeldShard
 from smpc.checkpoint.stateful import HeldTensor
 from smpc.codegen.rewrite.tensor_parallel.layouts import Layout
-from smpc.executor.collectives import TensorGroup, gathered
-from smpc.executor.pieces import Pieces, pieces_of
+from smpc.executor.collectives import Pieces, TensorGroup, gathered, pieces_of
 from smpc.executor.sharded_state import replacement, slice_parameters, whole_of
-from smpc.in_place.wrappers import unwrapped
+from smpc.in_place.skeleton import unwrapped
 
 Box = tuple[tuple[int, ...], Tensor]  # where it begins in the whole tensor, and what the rank has of it
 

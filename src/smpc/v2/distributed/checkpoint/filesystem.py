@@ -9,9 +9,9 @@ import os
 
 from torch.distributed.checkpoint.filesystem import FileSystemBase
 
-from smpc.checkpoint.torch_format.places import place_of
+from smpc.checkpoint.torch_format.agreement import place_of
 from smpc.checkpoint.torch_format.reader import TorchFormatReader as DistributedFileSystemReader
-from smpc.checkpoint.torch_format.writer import TorchFormatWriter as DistributedFileSystemWriter
+from smpc.checkpoint.torch_format.saving import TorchFormatWriter as DistributedFileSystemWriter
 
 __all__ = ["DistributedFileSystemReader", "DistributedFileSystemWriter", "path_to_file_system"]
 

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, ParamSpec, TypeVar
 
-from smpc.checkpoint.torch_format.places import place_of
+from smpc.checkpoint.torch_format.agreement import place_of
 from smpc.errors import UsageError
 
 __all__ = [

@@ -20,10 +20,8 @@ from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.planner import SavePlanner
 from torch.distributed.checkpoint.storage import StorageWriter
 
-from smpc.checkpoint.torch_format.agreement import Ranks
-from smpc.checkpoint.torch_format.places import is_url
-from smpc.checkpoint.torch_format.saving import StateSaving, local_parts, save_state
-from smpc.checkpoint.torch_format.writer import TorchFormatWriter
+from smpc.checkpoint.torch_format.agreement import Ranks, is_url
+from smpc.checkpoint.torch_format.saving import StateSaving, TorchFormatWriter, local_parts, save_state
 from smpc.errors import UsageError
 from smpc.v2.distributed.checkpoint.async_utils import AsyncCallsQueue
 from smpc.v2.distributed.checkpoint.s3_filesystem import S3ClientConfig, is_s3_uri, s3_options
