@@ -27,6 +27,7 @@ from __future__ import annotations
 
 import ast
 import dataclasses
+import functools
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -123,11 +124,11 @@ def _flatten_value(value: Any, leaves: list[Any], open_objects: tuple[int, ...])
     if kind == LEAF:
         leaves.append(value)
         return Structure()
-    inside = (*open_objects, id(value))
+    flatten_child = functools.partial(_flatten_value, leaves=leaves, open_objects=(*open_objects, id(value)))
     named = kind in ("namedtuple", "return_type", "mapping", "dataclass", "object")
     return Structure(
         kind,
-        tuple(_flatten_value(child, leaves, inside) for child in children),
+        tuple(map(flatten_child, children)),
         keys,
         _class_name(type(value)) if named else "",
     )

@@ -174,7 +174,7 @@ class Interpreter:
         except BaseException as error:
             self._fail(error)
             raise
-        self._release()
+        self._binder.step.inputs = self._binder.step.on_output = None
 
     def abandon(self) -> None:
         """Drop everything that belongs to the current step."""
@@ -183,15 +183,11 @@ class Interpreter:
             frame.clear()
         for inbox in self._binder.inboxes.values():
             inbox.clear()
-        self._release()
+        self._binder.step.inputs = self._binder.step.on_output = None
 
     def close(self) -> None:
         """After a failure: close the transport, so that peers that wait wake up."""
         self._transport.close()
-
-    def _release(self) -> None:
-        step = self._binder.step
-        step.inputs = step.on_output = None
 
     def _fail(self, error: BaseException) -> None:
         error.add_note(f"in {self.where()}")

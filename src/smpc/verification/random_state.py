@@ -68,5 +68,5 @@ def kept(device: torch.device) -> Iterator[RandomState]:
 def state_text(state: Any) -> str:
     """A state of numpy's, with all numbers of its arrays."""
     if isinstance(state, dict):
-        return repr({key: state_text(value) for key, value in state.items()})
+        return repr(dict(zip(state, map(state_text, state.values()), strict=True)))
     return state.tobytes().hex() if isinstance(state, np.ndarray) else repr(state)
