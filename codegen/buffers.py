@@ -9,6 +9,7 @@ depend on the order of all messages of the rank's stages, so they are counted al
     received    a value has its buffer until the backward of its microbatch, which counts it as an activation from the forward on; a
                 gradient until the backward that reads it
     sent        until a receive of the same peer is told of
+    moved       from one stage of the rank to another: a value until the forward that takes it, a gradient until the backward that does
 
 Counted is the second step, whose buffers are those of the first.
 """
@@ -44,6 +45,7 @@ def messages_by_action(
 @dataclass(eq=False, slots=True)
 class _MessageBuffer:
     num_bytes: int
+    is_kept: bool = False
     is_used: bool = True
 
 
@@ -54,6 +56,7 @@ class _MessageRun:
         self._program, self._channels = programs[rank], channels
         self._told = {peer: deque(told_by_messages(program, rank)) for peer, program in enumerate(programs)}
         self._pool: dict[object, deque[_MessageBuffer]] = defaultdict(deque)
+        self._local = [channels[edge] for edge in sorted({i.edge for i in self._program if i.op is Op.MOVE})]
         self._loose = 0  # bytes of buffers that are not kept
         self._kept = 0
 
@@ -72,6 +75,9 @@ class _MessageRun:
         self._released: Counter[int] = Counter()
         self._values: dict[tuple[int, int], list[_MessageBuffer]] = defaultdict(list)
         self._gradients: dict[tuple[int, int], list[_MessageBuffer]] = defaultdict(list)
+        self._waiting: set[tuple[int, int]] = (
+            set()
+        )  # (source, microbatch) of values for the rank's next stage, until it runs
         self._running: set[tuple[int, int]] = set()  # microbatches whose activations are there
         for instruction in self._program:
             if instruction.op in _RECEIVES:
@@ -94,8 +100,14 @@ class _MessageRun:
         key = instruction.stage, instruction.microbatch
         if instruction.op is Op.FORWARD:
             self._running.add(key)
+            self._waiting -= {(c.source, key[1]) for c in self._local if c.destination == key[0]}
         found = self._now()
+        if instruction.op is Op.FORWARD:
+            self._waiting |= {(c.source, key[1]) for c in self._local if c.source == key[0]}
         if instruction.op is Op.BACKWARD:
+            for channel in self._local:
+                if channel.destination == key[0]:
+                    self._hand_back(channel, key[1])
             self._running.discard(key)
             self._free(self._values.pop(key, []))
             self._free(self._gradients.pop(key, []))
@@ -103,7 +115,8 @@ class _MessageRun:
 
     def _now(self) -> Messages:
         held = sum(buffer.num_bytes for key in self._running for buffer in self._values.get(key, ()))
-        gradients, values = 0, set[tuple[int, int]]()
+        gradients = 0
+        values = set(self._waiting)
         for peer, sent in self._sent.items():
             for instruction, num_bytes in sent[self._released[peer] :]:
                 channel = self._channels[instruction.edge]
@@ -112,6 +125,12 @@ class _MessageRun:
                     values.add((channel.source, instruction.microbatch))
         stages = Counter(stage for stage, _ in values)
         return Messages(self._kept + self._loose - held + gradients, tuple(sorted(stages.items())))
+
+    def _hand_back(self, channel: Channel, microbatch: int) -> None:
+        """The gradient of a value that the rank's previous stage has made."""
+        made = [_MessageBuffer(spec.num_bytes) for spec in channel.specs if spec.requires_grad]
+        self._loose += sum(buffer.num_bytes for buffer in made)
+        self._gradients[channel.source, microbatch] += made
 
     def _sent_bytes(self, instruction: Instruction) -> int:
         if instruction.op is Op.SEND:
@@ -158,7 +177,7 @@ class _MessageRun:
             if not buffer.is_used:
                 buffer.is_used = True
                 return buffer
-        buffer = _MessageBuffer(spec.num_bytes)
+        buffer = _MessageBuffer(spec.num_bytes, is_kept=True)
         pool.append(buffer)
         self._kept += spec.num_bytes
         return buffer
@@ -166,7 +185,7 @@ class _MessageRun:
     def _free(self, buffers: Sequence[_MessageBuffer]) -> None:
         for buffer in buffers:
             buffer.is_used = False
-            self._loose -= buffer.num_bytes if buffer.num_bytes < LEAST_POOLED else 0
+            self._loose -= 0 if buffer.is_kept else buffer.num_bytes
 
 
 def told_by_messages(program: Sequence[Instruction], rank: int) -> list[int]:

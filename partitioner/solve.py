@@ -344,7 +344,10 @@ def _stage_uses(
 def _memories(analysis: Analysis, crossing: Crossing, uses: Sequence[StageUse]) -> dict[int, StageMemory]:
     """By stage, its bytes; of several on a rank, those at the rank's peak."""
     graph, costs = analysis.graph, analysis.cost_model
-    found = {use.index: stage_memory(graph, costs, use, crossing.edges) for use in map(_once_on_a_rank(), uses)}
+    found: dict[int, StageMemory] = {}
+    for use in map(_once_on_a_rank(), uses):
+        there = {index: memory.kept for index, memory in found.items() if use.ranks[index] == use.ranks[use.index]}
+        found[use.index] = stage_memory(graph, costs, replace(use, kept_before=there), crossing.edges)
     for rank in sorted({use.ranks[use.index] for use in uses}):
         found |= on_one_rank({use.index: found[use.index] for use in uses if use.ranks[use.index] == rank})
     return found

@@ -35,9 +35,10 @@ from __future__ import annotations
 
 import ctypes
 import datetime
+import itertools
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Final, Protocol
 
@@ -253,6 +254,11 @@ class BufferPool:
             storages.append(buffer.untyped_storage())
         return buffer
 
+    def held(self) -> Iterator[Tensor]:
+        """All buffers, as bytes."""
+        for storage in itertools.chain.from_iterable(self._storages.values()):
+            yield torch.empty(0, dtype=torch.uint8).set_(storage)
+
     def end_step(self) -> None:
         """Give the buffers of formats back that have been idle for long."""
         self._step += 1
@@ -416,6 +422,10 @@ class GlooTransport:
             work.wait(self._timeout)
         except RuntimeError as error:
             raise TransportError(f"pipeline rank {peer} did not take what was sent to it: {error}") from None
+
+    def held(self) -> Iterator[Tensor]:
+        """Buffers of received tensors, which are used again."""
+        return self._pool.held()
 
     def close(self) -> None:
         """Drop what is under way and close the connections."""

@@ -8,7 +8,7 @@ receiver sees has the layout that it would have after a real transport. Senders 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 import torch
 from torch import Tensor
@@ -73,6 +73,10 @@ class LoopbackTransport:
 
     def flush(self) -> None:
         """Nothing is held."""
+
+    def held(self) -> Iterator[Tensor]:
+        """Nothing: what was sent is what is received."""
+        return iter(())
 
     def close(self) -> None:
         """Drop every message that this rank has sent or would receive."""

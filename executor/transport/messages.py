@@ -21,7 +21,7 @@ keeps it alive as long as it needs it. Ranks are pipeline ranks.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -150,6 +150,9 @@ class Transport(Protocol):
 
     def flush(self) -> None:
         """End of step: return when everything sent has left, and count from 0 again."""
+
+    def held(self) -> Iterator[Tensor]:
+        """Buffers that it keeps from one step to the next."""
 
     def close(self) -> None:
         """After a failure: drop what is under way and close the connections, so that peers that wait wake up."""

@@ -18,7 +18,7 @@ This file has run over stand-ins of the groups alone: it needs two GPUs. See doc
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 
 import torch
 import torch.distributed as dist
@@ -124,6 +124,10 @@ class NcclTransport:
             work.wait()
         except RuntimeError as error:
             raise TransportError(f"pipeline rank {peer} did not take what was sent to it: {error}") from None
+
+    def held(self) -> Iterator[Tensor]:
+        """Nothing: buffers are the allocator's."""
+        return iter(())
 
     def close(self) -> None:
         """Abort the communicators."""

@@ -43,7 +43,9 @@ class Messages(NamedTuple):
     """What a rank holds of messages: see `smpc.codegen.buffers`."""
 
     num_bytes: int  # of buffers that no microbatch in flight has, and of gradients sent
-    sent: tuple[tuple[int, int], ...] = ()  # by stage, microbatches whose values are not known to have arrived
+    sent: tuple[
+        tuple[int, int], ...
+    ] = ()  # by stage, microbatches whose values are not known to have arrived, or to be taken
 
 
 class Beside(NamedTuple):

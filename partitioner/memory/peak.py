@@ -6,7 +6,8 @@
                   saves in the stage's nodes (of a region that is computed again: of what it reads, see
                   `smpc.partitioner.memory.lifetimes`) and of the values received that need a gradient. On the last stage also of
                   the outputs that the user's loss reads, if the model does not compute one. State is not counted again. A storage that
-                  another stage made counts with the bytes that are received of it
+                  another stage made counts with the bytes that are received of it, and not at all where a stage of the same rank
+                  keeps it for its own backward, which comes later
     communication buffers of messages received ahead (the executor posts `RECEIVE_WINDOW` of each peer), over gloo also the
                   gradients sent that are not known to have arrived, and buffers to sum shared parameters; on
                   pipeline rank 0 the inputs of all microbatches, as far as they are not counted as activations; in a script also on the
@@ -56,7 +57,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 import numpy as np
@@ -104,6 +105,7 @@ class StageMemory:
     )
     after_step_bytes: int = 0  # while the optimizer works, beyond parameters, buffers and optimizer state
     actions: StageActions | None = None  # where the peak is found by them
+    kept: frozenset[int] = frozenset()  # storages that a microbatch keeps from F to B
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,6 +132,9 @@ class StageUse:
     regions: tuple[Region, ...] = ()  # what it computes again, outer ones first
     resident: Resident | None = None  # None: nothing is offloaded
     actions: ActionUse | None = None  # None: no backward is split and the rank has one stage, or something is offloaded
+    kept_before: Mapping[int, frozenset[int]] = field(
+        default_factory=dict
+    )  # by earlier stage of the rank, its storages
 
     @property
     def num_in_flight(self) -> int:
@@ -139,6 +144,11 @@ class StageUse:
     def stays(self, edge: Edge) -> bool:
         """Whether a value passes from one stage of the rank to another: it is in no message."""
         return edge.source != INPUTS and self.ranks[edge.source] == self.ranks[edge.destination]
+
+    def holds(self, edge: Edge, cost_model: CostModel) -> bool:
+        """Whether it has values of an edge for a while after its forward, though nothing saves them."""
+        counts = self.actions is not None and self.actions.counts_messages
+        return counts if self.stays(edge) else cost_model.holds_sent
 
     @property
     def has_neighbours(self) -> bool:
@@ -274,6 +284,7 @@ def stage_memory(graph: Graph, cost_model: CostModel, use: StageUse, edges: Sequ
         in_flight,
         after_step,
         actions,
+        activations.saved.kept,
     )
 
 
@@ -348,25 +359,22 @@ class _Activations:
         trace = graph.trace
         received: dict[int, int] = {}  # storage -> bytes received of it
         leaves: set[int] = set()
+        there: set[int] = set()  # storages of values that the rank's stage that made them keeps for longer
         kept: dict[int, int] = {}  # storage of a value sent -> microbatches that wait from the first gradient on
         for edge in edges:
             for name in edge.values:
                 node = trace.node(name)
                 if edge.destination == use.index and node.kind is not NodeKind.PLACEHOLDER:
                     received[node.storage] = received.get(node.storage, 0) + _bytes_of(trace, name)
+                    there |= {node.storage} & use.kept_before.get(edge.source, frozenset())
                     if _needs_gradient(trace, name):
                         leaves.add(node.storage)
-                elif (
-                    edge.source == use.index
-                    and not use.stays(edge)
-                    and cost_model.holds_sent
-                    and _needs_gradient(trace, name)
-                ):
+                elif edge.source == use.index and use.holds(edge, cost_model) and _needs_gradient(trace, name):
                     behind = max(0, use.num_in_flight - use.in_flight[edge.destination])
                     kept[node.storage] = max(behind, kept.get(node.storage, 0))
         outputs = {node.storage for node in (trace.nodes[i] for i in loss_roots(graph)) if node.storage >= 0}
         outputs = outputs if use.is_last else set()
-        ignored = {state.storage for state in trace.state} | {-1}
+        ignored = {state.storage for state in trace.state} | {-1} | there
         made = {trace.nodes[i].storage for i in use.positions} - received.keys()
         inputs = trace.remembered(_input_storages, lambda: _input_storages(trace))
 

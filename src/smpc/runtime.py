@@ -289,6 +289,7 @@ class Runtime:
     def _held(self) -> Iterator[Tensor]:
         for programs in self._programs[:1]:  # later ones have the same parameters
             yield from programs.held()
+        yield from self._transport.held()
         for own in () if self._optimizer is None else self._optimizer.state.values():
             yield from (value for value in own.values() if isinstance(value, Tensor))
 

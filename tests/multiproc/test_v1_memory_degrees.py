@@ -293,7 +293,8 @@ def test_experts_in_parts_beside_sequences_without_a_pipeline(tmp_path, dtype):
 @pytest.mark.parametrize(
     ("schedule", "cases"),
     [
-        ("interleaved-1f1b", [("llama", False), ("resnet", False)]),
+        ("interleaved-1f1b", [("llama", False), ("resnet", False), ("resnet", True)]),
+        ("zb-v", [("resnet", False), ("resnet", True)]),
         pytest.param(
             "interleaved-1f1b",
             [("llama", True), ("gpt2", False), ("gpt2", True), ("by hand", False), ("by hand", True)],
@@ -309,7 +310,8 @@ def test_experts_in_parts_beside_sequences_without_a_pipeline(tmp_path, dtype):
 )
 def test_ranks_with_several_stages_or_a_searched_schedule(tmp_path, schedule, cases):
     """The sum of the stages' peaks was up to 50% too much; `list`, whose microbatches wait for W, was 24% off. Messages by stage were
-    9% too few for Llama's last rank; tied embeddings counted for both stages of a rank."""
+    9% too few for Llama's last rank; tied embeddings counted for both stages of a rank. What zb-v's last rank hands from one of its stages
+    to the other was left out until it was taken, and then counted twice: 9% too low, 5% too high."""
     config = settings(2, 1, "whole", "fp32", None) | {"schedule": schedule}
     if schedule == "interleaved-1f1b":
         config["virtual_pipeline_degree"] = 2

@@ -28,3 +28,31 @@ def test_buffers_of_two_virtual_stages():
         "B s1 m0": (3, {}),  # two buffers, one of which has the gradient that came, and one gradient sent
         "B s1 m1": (4, {}),
     }
+
+
+def on_a_v(num_microbatches):
+    """What rank 1, with stages 1 and 2 of the four, holds by action, in values of an edge."""
+    choice = choose(2, num_microbatches, schedule="zb-v")
+    schedule, ranks = choice.build(chain(4), Costs.uniform(4)), choice.placement
+    channels = tuple(Channel(i, i, i + 1, ranks[i], ranks[i + 1], (f"h{i}",), (VALUE,)) for i in range(3))
+    actions = zip(schedule[1], messages_by_action(schedule, channels, 2)[1], strict=True)
+    return {str(action.instruction): (held.num_bytes // NUM_BYTES, dict(held.sent)) for action, held in actions}
+
+
+def test_what_one_stage_of_a_rank_hands_to_the_next_one():
+    assert on_a_v(2) == {
+        "F s1 m0": (3, {}),  # four buffers, two for gradients, and this forward has one of them
+        "F s2 m0": (3, {}),  # it has taken what F s1 m0 has made
+        "F s1 m1": (2, {2: 1}),
+        "F s2 m1": (2, {2: 1}),
+        "B s2 m0": (2, {2: 1}),
+        "B s1 m0": (3, {2: 1}),  # the gradient that B s2 m0 has made
+        "W s2 m0": (4, {2: 1}),  # three buffers that no microbatch has, and a gradient sent
+        "B s2 m1": (4, {}),
+        "W s1 m0": (5, {}),  # the gradient for B s1 m1
+        "B s1 m1": (5, {}),
+        "W s2 m1": (6, {}),  # four buffers, and two gradients sent
+        "W s1 m1": (6, {}),
+    }
+    waiting = [action for action, (_, values) in on_a_v(4).items() if 1 in values]
+    assert waiting == ["B s1 m0", "W s1 m0", "B s1 m1", "W s1 m1"]  # from F s1 m2 to F s2 m2, and from F s1 m3 to F s2 m3
