@@ -15,7 +15,8 @@ from executor_harness import PATIENCE, Launch, run_workers
 from smpc.errors import TransportError
 from smpc.executor.host_memory.shared_memory import VARIABLE
 from smpc.executor.transport import GlooTransport, WireFormat
-from smpc.executor.transport.gloo import LIMIT, RingReceipt
+from smpc.executor.transport.gloo import RingReceipt
+from smpc.executor.transport.rings import LIMIT
 from smpc.tracer.ir import TensorSpec
 
 LARGEST = LIMIT + 64  # elements of one byte: more than a ring takes

@@ -55,4 +55,9 @@ def test_what_one_stage_of_a_rank_hands_to_the_next_one():
         "W s1 m1": (6, {}),
     }
     waiting = [action for action, (_, values) in on_a_v(4).items() if 1 in values]
-    assert waiting == ["B s1 m0", "W s1 m0", "B s1 m1", "W s1 m1"]  # from F s1 m2 to F s2 m2, and from F s1 m3 to F s2 m3
+    assert waiting == [
+        "B s1 m0",
+        "W s1 m0",
+        "B s1 m1",
+        "W s1 m1",
+    ]  # from F s1 m2 to F s2 m2, and from F s1 m3 to F s2 m3
