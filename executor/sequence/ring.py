@@ -90,15 +90,16 @@ class _Ring(torch.autograd.Function):
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        q, k, v, *_ = ctx.saved_tensors
+        saved = ctx.saved_tensors  # once: activation checkpointing computes the forward again to find them
+        q, k, v, *_ = saved
         with _Neighbours(ctx.group, q) as neighbours:
-            dq, home = _gradients(ctx, grad, neighbours)
+            dq, home = _gradients(ctx, saved, grad, neighbours)
         return dq.to(q.dtype), home[0].to(k.dtype), home[1].to(v.dtype), None, None, None, None, None
 
 
-def _gradients(ctx: Any, grad: Tensor, neighbours: _Neighbours) -> tuple[Tensor, Tensor]:
+def _gradients(ctx: Any, saved: tuple[Tensor, ...], grad: Tensor, neighbours: _Neighbours) -> tuple[Tensor, Tensor]:
     """Of q, and of this rank's keys and values."""
-    q, k, v, out, lse, *biases = ctx.saved_tensors
+    q, k, v, out, lse, *biases = saved
     dq = torch.zeros(q.shape, dtype=lse.dtype, device=q.device)
     travelling: Tensor | None = None  # gradients of the keys and values of the step, with the parts of ranks before
     incoming: _Exchange | None = None

@@ -82,7 +82,7 @@ def _on_cpu(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool) -> tupl
 
 def _causal_forward(q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor]:
     """The causal block in triangles and rectangles."""
-    run, halves = _cuts(q.shape[2])
+    run, halves = _cuts(q)
     if not halves:
         return _on_cpu(q, k, v, scale, True)
     triangles = _on_cpu(*_as_batch(*(_in_runs(x, run) for x in (q, k, v))), scale, True)
@@ -114,7 +114,9 @@ def _causal_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The causal block in triangles and rectangles."""
     known = (grad, q, k, v, out, lse)
-    run, halves = _cuts(q.shape[2])
+    run, halves = _cuts(q)
+    if not halves:
+        return _back_on_cpu(*known, scale, True)
     found = [_of_batch(x, q).flatten(2, 3) for x in _on_runs([_in_runs(x, run) for x in known], scale, causal=True)]
     for half in halves:
         later_by_earlier = [_halves(x, half)[i] for x, i in zip(known, (1, 1, 0, 0, 1, 1), strict=True)]
@@ -130,9 +132,9 @@ def _on_runs(known: Sequence[Tensor], scale: float, causal: bool) -> tuple[Tenso
     return _back_on_cpu(grad, q, k, v, out, lse, scale, causal)
 
 
-def _cuts(length: int) -> tuple[int, tuple[int, ...]]:
-    """The length of the triangles, and those of the rectangles, the shortest first."""
-    run, halves = length, []
+def _cuts(q: Tensor) -> tuple[int, tuple[int, ...]]:
+    """The length of the triangles, and those of the rectangles, the shortest first; of nothing, none."""
+    run, halves = q.shape[2] if q.numel() else 0, []
     while run % 2 == 0 and run // 2 >= _RUN:
         run //= 2
         halves.append(run)
