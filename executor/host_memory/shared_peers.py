@@ -22,7 +22,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from smpc.errors import TransportError
+from smpc.errors import TransportError, UsageError
 
 CACHE_LINE: Final = 8  # in words
 PAGE: Final = 4096  # bytes
@@ -74,6 +74,18 @@ class Peers:
         for peer in self._peers:
             if peer is not None:
                 os.close(peer.alive)
+
+    def check_open(self) -> None:
+        """UsageError in a forked child, TransportError once the memory was closed."""
+        if self.is_forked:
+            raise UsageError(
+                "a forked child of a rank called a collective; process groups belong to the process that made them: start processes that "
+                "communicate with the spawn method, and make groups there"
+            )
+        if self.is_closed:
+            raise TransportError(
+                "the group's collectives through shared memory were closed after a failure; start the processes again"
+            )
 
     def wait(self, rank: int, index: int, is_there: Callable[[int], bool], what: str) -> int:
         """The word at `index`, once it is what `rank` is to write there. TransportError if that cannot come any more, or comes too late."""

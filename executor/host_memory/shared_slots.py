@@ -41,7 +41,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from smpc.errors import TransportError, UsageError
+from smpc.errors import TransportError
 from smpc.executor.host_memory.shared_peers import CACHE_LINE, PAGE, Peer, Peers
 
 SUMMED: Final = (
@@ -168,8 +168,7 @@ class SharedSlots:
 
     def _exchange(self, tensor: Tensor, name: str, shared_out: bool = False) -> tuple[Tensor, ...]:
         """Steps 1 to 3 of a collective: all ranks' tensors, or this rank's shares of them, to be read before the next but one."""
-        if self._peers.is_closed or self._peers.is_forked:
-            self._refuse()
+        self._peers.check_open()
         key = (name, tensor.dtype, tensor.shape)
         try:
             layout = self._layouts.get(key) or self._lay_out(key, name, tensor, shared_out)
@@ -221,16 +220,6 @@ class SharedSlots:
         kind = zlib.crc32(f"{name} {dtype}".encode()) % (1 << _KIND_BITS) << _SIZE_BITS | num
         found = self._layouts[key] = _Layout(kind, own, (first, second))
         return found
-
-    def _refuse(self) -> None:
-        if self._peers.is_forked:
-            raise UsageError(
-                "a forked child of a rank called a collective; process groups belong to the process that made them: start processes that "
-                "communicate with the spawn method, and make groups there"
-            )
-        raise TransportError(
-            "the group's collectives through shared memory were closed after a failure; start the processes again"
-        )
 
 
 def slices_of(tensor: Tensor, dim: int, size: int) -> Tensor:

@@ -5,7 +5,9 @@ it computes, and waits for it after: the transfer is hidden where computing take
 as they are, in one message, not repeated for the query heads that share them; their gradients in fp32 (fp64 for fp64), in which results
 are summed up, too. The backward pass keeps q, k, v, the result and lse, and runs the ring again.
 
-Messages of one step to one rank come in the order in which they are sent: keys and values of step i, gradients of step i, ...
+Messages of one step to one rank come in the order in which they are sent: keys and values of step i, gradients of step i, ... They go over
+the process group, which moves them while the ranks compute; between CPUs of one host through memory (`smpc.executor.transport.rings`):
+copying in and out takes less of a core than the thread that would move them.
 """
 
 from __future__ import annotations
@@ -23,9 +25,11 @@ from torch._subclasses.fake_tensor import is_fake
 from smpc.codegen.ring import Part, RingStep, ring_steps
 from smpc.executor.collectives import TensorGroup, own_pieces
 from smpc.executor.sequence.sliced import Cut
+from smpc.executor.transport.rings import LIMIT, Post, Rings
 from smpc.kernels.attention.blocks import block_backward, block_forward, merge_attention_blocks
 
-_KEYS, _GRADIENTS = 0, 1  # tags of messages
+_KEYS, _GRADIENTS, _MAIL = 0, 1, 2  # tags of messages; the last is for those that memory has no room for
+_NAMES = {_KEYS: "keys and values", _GRADIENTS: "gradients of keys and values"}
 
 
 def ring_attention(
@@ -66,16 +70,17 @@ class _Ring(torch.autograd.Function):
     ) -> Tensor:
         wide = torch.promote_types(q.dtype, torch.float32)
         out, lse = q.new_empty(q.shape, dtype=wide), q.new_empty(q.shape[:3], dtype=wide)
-        for step, keys, values in _around_ring(torch.stack((k, v)), group, causal, mirrored):
-            if step.queries is None:
-                continue
-            rows, own, bias = _rows(step, q), _own_keys(step, keys, values), _bias_of_step(step, biases)
-            block = block_forward(q[:, :, rows], *own, bias, scale, step.causal)
-            if step.source == group.rank:  # the first, of all queries
-                out.copy_(block[0])
-                lse.copy_(block[1])
-            else:
-                merge_attention_blocks(out[:, :, rows], lse[:, :, rows], *block)
+        with _Neighbours(group, q) as neighbours:
+            for step, keys, values in _around_ring(torch.stack((k, v)), neighbours, causal, mirrored):
+                if step.queries is None:
+                    continue
+                rows, own, bias = _rows(step, q), _own_keys(step, keys, values), _bias_of_step(step, biases)
+                block = block_forward(q[:, :, rows], *own, bias, scale, step.causal)
+                if step.source == group.rank:  # the first, of all queries
+                    out.copy_(block[0])
+                    lse.copy_(block[1])
+                else:
+                    merge_attention_blocks(out[:, :, rows], lse[:, :, rows], *block)
         result = out.to(q.dtype)
         ctx.save_for_backward(q, k, v, result, lse, *biases)
         ctx.scale, ctx.causal, ctx.mirrored, ctx.group = scale, causal, mirrored, group
@@ -84,74 +89,116 @@ class _Ring(torch.autograd.Function):
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        q, k, v, out, lse, *biases = ctx.saved_tensors
-        group, num_ranks = ctx.group, ctx.group.size
-        dq = torch.zeros(q.shape, dtype=lse.dtype, device=q.device)
-        travelling: Tensor | None = None  # gradients of the keys and values of the step, with the parts of ranks before
-        incoming: _Exchange | None = None
-        for step, keys, values in _around_ring(torch.stack((k, v)), group, ctx.causal, ctx.mirrored):
-            part: Tensor | None = None  # None: nothing to add
-            if step.queries is not None:
-                rows, own, bias = _rows(step, q), _own_keys(step, keys, values), _bias_of_step(step, tuple(biases))
-                dq_part, *parts = block_backward(
-                    grad[:, :, rows],
-                    q[:, :, rows],
-                    *own,
-                    bias,
-                    out[:, :, rows],
-                    lse[:, :, rows],
-                    ctx.scale,
-                    step.causal,
-                )
-                dq[:, :, rows] += dq_part
-                part = torch.stack(parts).to(lse.dtype)
-            if incoming is None:
-                travelling = part
-            else:
-                travelling = incoming.wait()
-                if part is not None:
-                    travelling[:, :, :, : part.shape[3]] += part
-            assert travelling is not None, "the first step is of a rank's own keys, all of them"
-            incoming = _Exchange(travelling, group, _GRADIENTS)
-        assert incoming is not None, "there is a step for every rank"
-        home = incoming.wait() if num_ranks > 1 else travelling
-        assert home is not None
+        saved = ctx.saved_tensors  # once: activation checkpointing computes the forward again to find them
+        q, k, v, *_ = saved
+        with _Neighbours(ctx.group, q) as neighbours:
+            dq, home = _gradients(ctx, saved, grad, neighbours)
         return dq.to(q.dtype), home[0].to(k.dtype), home[1].to(v.dtype), None, None, None, None, None
 
 
+def _gradients(ctx: Any, saved: tuple[Tensor, ...], grad: Tensor, neighbours: _Neighbours) -> tuple[Tensor, Tensor]:
+    """Of q, and of this rank's keys and values."""
+    q, k, v, out, lse, *biases = saved
+    dq = torch.zeros(q.shape, dtype=lse.dtype, device=q.device)
+    travelling: Tensor | None = None  # gradients of the keys and values of the step, with the parts of ranks before
+    incoming: _Exchange | None = None
+    for step, keys, values in _around_ring(torch.stack((k, v)), neighbours, ctx.causal, ctx.mirrored):
+        part: Tensor | None = None  # None: nothing to add
+        if step.queries is not None:
+            rows, own, bias = _rows(step, q), _own_keys(step, keys, values), _bias_of_step(step, tuple(biases))
+            dq_part, *parts = block_backward(
+                grad[:, :, rows], q[:, :, rows], *own, bias, out[:, :, rows], lse[:, :, rows], ctx.scale, step.causal
+            )
+            dq[:, :, rows] += dq_part
+            part = torch.stack(parts).to(lse.dtype)
+        if incoming is None:
+            travelling = part
+        else:
+            travelling = incoming.wait()
+            if part is not None:
+                travelling[:, :, :, : part.shape[3]] += part
+        assert travelling is not None, "the first step is of a rank's own keys, all of them"
+        incoming = _Exchange(travelling, neighbours, _GRADIENTS)
+    assert incoming is not None, "there is a step for every rank"
+    return dq, incoming.wait()
+
+
 def _around_ring(
-    pair: Tensor, group: TensorGroup, causal: bool, mirrored: bool
+    pair: Tensor, neighbours: _Neighbours, causal: bool, mirrored: bool
 ) -> Iterator[tuple[RingStep, Tensor, Tensor]]:
     """Every step with the keys and values of its source; the next are on their way while the caller computes."""
-    held = pair.contiguous()
+    held, group = pair.contiguous(), neighbours.group
     for step in ring_steps(group.rank, group.size, causal=causal, mirrored=mirrored):
-        exchange = None if step.sends_to is None else _Exchange(held, group, _KEYS)
+        exchange = None if step.sends_to is None else _Exchange(held, neighbours, _KEYS)
         yield step, held[0], held[1]
         if exchange is not None:
             held = exchange.wait()
 
 
-class _Exchange:
-    """A tensor to the next rank, one of the same shape from the one before."""
+class _Neighbours:
+    """The ranks ahead and behind, for tensors like one, and the way to them. An error inside of it closes the memory.
 
-    def __init__(self, tensor: Tensor, group: TensorGroup, tag: int) -> None:
+    The messages that are under way then would be taken for those of the next ring. Over a group, the connections end with the process.
+    """
+
+    def __init__(self, group: TensorGroup, like: Tensor) -> None:
+        self.group = group
+        self.ahead, self.behind = (group.rank + 1) % group.size, (group.rank - 1) % group.size
+        self.process_group = None if group.size == 1 or is_fake(like) else group.process_group
+        self.rings = Rings.of(self.process_group) if self.process_group is not None and like.is_cpu else None
+
+    def __enter__(self) -> _Neighbours:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is not None and self.rings is not None:
+            self.rings.close()
+
+
+class _Exchange:
+    """A contiguous tensor to the next rank, one of the same shape from the one before."""
+
+    def __init__(self, tensor: Tensor, neighbours: _Neighbours, tag: int) -> None:
         self._sent, self._received = tensor, torch.empty_like(tensor)
         self._works: list[dist.Work] = []
-        pg = group.process_group
-        if pg is None or group.size == 1 or is_fake(tensor):
+        self._posts: list[Post] = []
+        self._neighbours = neighbours
+        pg = neighbours.process_group
+        if pg is None:
             self._received = tensor
-            return
-        ahead, behind = (group.rank + 1) % group.size, (group.rank - 1) % group.size
-        with _together(pg, tensor.device) as works:
-            works.append(pg.send([tensor], ahead, tag))
-            works.append(pg.recv([self._received], behind, tag))
-        self._works = works
+        elif neighbours.rings is not None:
+            self._post_in_memory(neighbours.rings, pg, _NAMES[tag])
+        else:
+            with _together(pg, tensor.device) as works:
+                works.append(pg.send([tensor], neighbours.ahead, tag))
+                works.append(pg.recv([self._received], neighbours.behind, tag))
+            self._works = works
+
+    def _post_in_memory(self, rings: Rings, pg: dist.ProcessGroup, name: str) -> None:
+        ahead, behind = self._neighbours.ahead, self._neighbours.behind
+        for sent, received in zip(_messages(self._sent), _messages(self._received), strict=True):
+            self._posts.append(rings.inbound[behind].post(received, name, lambda into: pg.recv([into], behind, _MAIL)))
+            if not rings.outbound[ahead].send(sent):
+                self._works.append(pg.send([sent], ahead, _MAIL))
 
     def wait(self) -> Tensor:
         """What has come. What was sent may be written from then on."""
+        neighbours = self._neighbours
+        for post in self._posts:
+            assert neighbours.rings is not None, "who posted"
+            neighbours.rings.inbound[neighbours.behind].complete(post)
+        for post in self._posts:
+            if post.mailed is not None:
+                post.mailed.wait()
         for work in self._works:
             work.wait()
         return self._received
+
+
+def _messages(tensor: Tensor) -> tuple[Tensor, ...]:
+    """The bytes of a contiguous tensor, in messages of a ring in memory."""
+    flat = tensor.view(-1).view(torch.uint8)
+    return tuple(flat[start : start + LIMIT] for start in range(0, flat.numel(), LIMIT))
 
 
 @contextmanager

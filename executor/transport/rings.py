@@ -15,24 +15,27 @@ number, copies the elements into the buffer that was posted first, and then writ
 the sender reuses the space of messages that were taken (`smpc.executor.host_memory.shared_peers` says on which processors that follows).
 
 A message is in the ring before `send` returns, and stays there when the sender ends. Copying costs the sender about 0.1 ms a MiB:
-larger messages than LIMIT are for transports that send in the background.
+larger messages than LIMIT are for transports that send in the background, or go in pieces.
 
-Example, of ranks 0 and 1: `outbound.send(tensor)` on 0, `inbound.post(buffer, ..)` and `inbound.complete(post)` on 1.
+Example, of ranks 0 and 1: `outbound.send(tensor)` on 0, `inbound.post(buffer, ..)` and `inbound.complete(post)` on 1. A pipeline's
+transport makes its own rings; `Rings.of(process_group)` are those of a group's other messages.
 """
 
 from __future__ import annotations
 
 import ctypes
+import weakref
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final, Protocol
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from smpc.errors import TransportError
-from smpc.executor.host_memory.shared_memory import Shared
+from smpc.executor.host_memory.shared_memory import Shared, connect
 from smpc.executor.host_memory.shared_peers import CACHE_LINE, PAGE, Peers
 
 LIMIT: Final = 4 << 20  # bytes of a message
@@ -53,7 +56,7 @@ _NUMBER_MASK: Final = (1 << (63 - _NUMBER_SHIFT)) - 1
 class Mailed(Protocol):
     """Messages being sent over gloo."""
 
-    def wait(self) -> Tensor:
+    def wait(self) -> object:
         """Block until it has arrived."""
 
 
@@ -81,9 +84,27 @@ class Rings:
         self.outbound = [Outbound(words, memory, place(rank, other), self._peers, other) for other in range(size)]
         self.inbound = [Inbound(words, memory, place(other, rank), self._peers, other) for other in range(size)]
 
+    @classmethod
+    def of(cls, group: dist.ProcessGroup) -> Rings | None:
+        """The rings of a group, which end with it; None where its ranks share no memory. Collective at the first call.
+
+        All who use them must do so in the same order on all ranks.
+        """
+        if group not in _RINGS:
+            shared = connect(group, ring_bytes(group.size()))
+            found = None if shared is None else cls(shared, group.rank(), shared.timeout)
+            if found is not None:
+                weakref.finalize(group, found.close)
+            _RINGS[group] = found
+        return _RINGS[group]
+
     def close(self) -> None:
         """Tell the others that this rank is gone, and wake this one if it waits. For any thread, any number of times."""
         self._peers.close()
+
+
+# A property of torch's groups for which they have no attribute; entries go with them.
+_RINGS: weakref.WeakKeyDictionary[dist.ProcessGroup, Rings | None] = weakref.WeakKeyDictionary()
 
 
 class Outbound:
@@ -103,6 +124,7 @@ class Outbound:
         num_bytes = tensor.nbytes
         assert num_bytes <= LIMIT, f"{num_bytes} bytes"
         assert tensor.is_contiguous(), f"strides {tensor.stride()}"
+        self._peers.check_open()
         taken = self._words[self._taken]
         while self._lying and self._lying[0][0] <= taken:
             self._lying.popleft()

@@ -2,15 +2,15 @@
 
     forward      o_b, lse_b                            of the block's keys alone
     merge        lse = logaddexp(lse_a, lse_b)
-                 o = o_a exp(lse_a - lse) + o_b exp(lse_b - lse)
+                 o = o_a + (o_b - o_a) sigmoid(lse_b - lse_a)
     backward     dq, dk, dv of the block               from o, lse over all keys: p_ij = exp(s_ij - lse_i), so blocks are independent
 
 A block is a call of the kernels where they run; on a CPU of torch's own kernel, without a bias; otherwise of the formula. Shapes and
 letters are as in `smpc.kernels.attention.op`; k and v may have fewer heads. lse is fp32 (fp64 for fp64).
 
-torch's CPU kernel takes keys in runs of 512, masked or not: it computes three quarters of a causal block of 1,024. So backward cuts such a
-block into rectangles without a mask and small triangles, if the length can be halved. Equal parts are one call. (Forward would have to
-merge the results, which takes as long as it saves.) For eight runs of queries (rows) and keys (columns):
+torch's CPU kernel takes keys in runs of 512, masked or not: it computes three quarters of a causal block of 1,024. So such a block is cut
+into rectangles without a mask and small triangles, if the length can be halved. Equal parts are one call. Forward merges the results,
+backward adds them up. For eight runs of queries (rows) and keys (columns):
 
     t              t    triangles, eight in one call
     a t            a    the later run of each pair by the earlier: four in one call
@@ -39,10 +39,8 @@ def block_forward(
 ) -> tuple[Tensor, Tensor]:
     """The result of the block's keys, and its lse."""
     if _by_torch(q, bias, causal, k):
-        out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-            q, _repeated(k, q), _repeated(v, q), 0.0, causal, scale=scale
-        )
-        return out, lse
+        known = q, _repeated(k, q), _repeated(v, q)
+        return _causal_forward(*known, scale) if causal else _on_cpu(*known, scale, False)
     found: tuple[Tensor, Tensor] = attention_op(q, k, v, bias, scale, causal, 0)
     return found
 
@@ -72,10 +70,34 @@ def block_backward(
 
 def merge_attention_blocks(out: Tensor, lse: Tensor, block_out: Tensor, block_lse: Tensor) -> None:
     """Takes a block into the result over the blocks before, in place; `out` is as wide as `lse`."""
-    both = torch.logaddexp(lse, block_lse)
-    safe = both.masked_fill(both == float("-inf"), 0.0)  # a query that sees no key yet
-    out.mul_((lse - safe).exp().unsqueeze(-1)).add_(block_out.to(out.dtype) * (block_lse - safe).exp().unsqueeze(-1))
-    lse.copy_(both)
+    weight = torch.sigmoid(block_lse - lse).nan_to_num(0.0)  # of a query that has seen no key yet
+    out.lerp_(block_out.to(out.dtype), weight.unsqueeze(-1))
+    torch.logaddexp(lse, block_lse, out=lse)
+
+
+def _on_cpu(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool) -> tuple[Tensor, Tensor]:
+    out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal, scale=scale)
+    return out, lse
+
+
+def _causal_forward(q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+    """The causal block in triangles and rectangles."""
+    run, halves = _cuts(q)
+    if not halves:
+        return _on_cpu(q, k, v, scale, True)
+    triangles = _on_cpu(*_as_batch(*(_in_runs(x, run) for x in (q, k, v))), scale, True)
+    out, lse = (_of_batch(x, q).flatten(2, 3) for x in triangles)
+    for half in halves:
+        later, earlier_keys, earlier_values = _halves(q, half)[1], _halves(k, half)[0], _halves(v, half)[0]
+        part = _on_cpu(*_as_batch(later, earlier_keys, earlier_values), scale, False)
+        merge_attention_blocks(
+            _halves(out, half)[1], _halves(lse, half)[1], _of_batch(part[0], q), _of_batch(part[1], q)
+        )
+    return out, lse
+
+
+def _as_batch(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    return _batched(q), _batched(k), _batched(v)
 
 
 def _back_on_cpu(
@@ -92,7 +114,9 @@ def _causal_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The causal block in triangles and rectangles."""
     known = (grad, q, k, v, out, lse)
-    run, halves = _cuts(q.shape[2])
+    run, halves = _cuts(q)
+    if not halves:
+        return _back_on_cpu(*known, scale, True)
     found = [_of_batch(x, q).flatten(2, 3) for x in _on_runs([_in_runs(x, run) for x in known], scale, causal=True)]
     for half in halves:
         later_by_earlier = [_halves(x, half)[i] for x, i in zip(known, (1, 1, 0, 0, 1, 1), strict=True)]
@@ -108,9 +132,9 @@ def _on_runs(known: Sequence[Tensor], scale: float, causal: bool) -> tuple[Tenso
     return _back_on_cpu(grad, q, k, v, out, lse, scale, causal)
 
 
-def _cuts(length: int) -> tuple[int, tuple[int, ...]]:
-    """The length of the triangles, and those of the rectangles, the shortest first."""
-    run, halves = length, []
+def _cuts(q: Tensor) -> tuple[int, tuple[int, ...]]:
+    """The length of the triangles, and those of the rectangles, the shortest first; of nothing, none."""
+    run, halves = q.shape[2] if q.numel() else 0, []
     while run % 2 == 0 and run // 2 >= _RUN:
         run //= 2
         halves.append(run)

@@ -145,7 +145,9 @@ def test_what_a_thread_does():
     assert activity_of(sys._getframe(), (__file__,), False) is Activity.WAITING
 
 
-@pytest.mark.parametrize("name", ["collectives.py", "sequence/ring.py", "host_memory/shared_slots.py"])
+@pytest.mark.parametrize(
+    "name", ["collectives.py", "sequence/ring.py", "host_memory/shared_slots.py", "transport/rings.py"]
+)
 def test_a_collective_of_the_program_is_none_of_the_script(name):
     """Ring attention, whose waits are calls of C++ from its own file, was taken for a rank that computes."""
     path = Path(stall.__file__).parents[1] / name
@@ -160,6 +162,20 @@ def test_a_collective_of_the_program_is_none_of_the_script(name):
     assert outer["run"](lambda find: find(), find) is Activity.BUSY  # code of the model that the program calls
     assert outer["run"](inner["run"], find) is Activity.EXCHANGING
     assert inner["run"](find) is Activity.COLLECTIVE
+
+
+@pytest.mark.parametrize(
+    ("caller", "expected"), [("sequence/ring.py", Activity.EXCHANGING), ("transport/gloo.py", Activity.WAITING)]
+)
+def test_messages_through_memory_are_their_sender_s(caller, expected):
+    """A rank in ring attention was taken for one that waits in its pipeline, and the other way round the wrong rank could be named."""
+    calls = []
+    for name in (caller, "transport/rings.py", "host_memory/shared_peers.py"):
+        space = {}
+        path = Path(stall.__file__).parents[1] / name
+        exec(compile("def run(calls): return calls[0](calls[1:])", str(path), "exec"), space)
+        calls.append(space["run"])
+    assert calls[0]([*calls[1:], lambda _: activity_of(sys._getframe(1), (), False)]) is expected
 
 
 def test_the_collectives_of_nccl_are_shown_beside_those_of_gloo(monkeypatch):
