@@ -44,7 +44,7 @@ def _executor_files(*names: str) -> tuple[str, ...]:
     return tuple(map(str, paths))
 
 
-_WAITS = _executor_files("transport/gloo.py", "transport/nccl.py", "transport/loopback.py", "program/inbox.py")
+_WAITS = _executor_files("transport/gloo.py", "transport/nccl.py", "transport/loopback.py", "program/channels.py")
 _TORCH = Path(torch.__file__).parent
 _OF_TORCH = str(_TORCH / "distributed")
 _EXCHANGES = _executor_files("collectives.py", "sequence", "host_memory", "transport/rings.py")

@@ -2,7 +2,7 @@
 
     F, B, W     one handler
     OFFLOAD, RELEASE, RELOAD    one handler each, see `smpc.executor.program.host_copies`
-    SEND, RECV, MOVE, and for gradients        one handler each, see `smpc.executor.program.bind_channels`
+    SEND, RECV, MOVE, and for gradients        one handler each, see `smpc.executor.program.channels`
     REDUCE      a handler that sends to the other holders, one for each of them that waits for it, one that sums
 
 `smpc.executor.program.frame` describes what a handler does with tensors.
@@ -34,10 +34,9 @@ from smpc.codegen.program import Instruction, Op, RankProgram, StageCode, split_
 from smpc.codegen.recompute import Checkpointing
 from smpc.codegen.stage import StageModule
 from smpc.errors import StepError, TransportError
-from smpc.executor.program.bind_channels import ChannelBinder
+from smpc.executor.program.channels import MASK_DTYPE, ChannelBinder, Delivery, Inbox, Presence, mask_form
 from smpc.executor.program.frame import Frame, Handler, Inputs, Root, Step
 from smpc.executor.program.host_copies import HostCopyMover, addresses
-from smpc.executor.program.inbox import MASK_DTYPE, Delivery, Inbox, Presence, mask_form
 from smpc.executor.program.message_order import Points, other_holders, posting_points
 from smpc.executor.replicas.group_hooks import StepHooks
 from smpc.executor.split_backward.intercept import Deferral

@@ -27,7 +27,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
 import torch
 from torch import Tensor
@@ -35,8 +35,10 @@ from torch.autograd.graph import GradientEdge
 
 from smpc.codegen.program import Instruction
 from smpc.executor.program.host_copies import Away, restore_sizes
-from smpc.executor.program.inbox import Inbox
 from smpc.executor.split_backward.pending import Pending
+
+if TYPE_CHECKING:
+    from smpc.executor.program.channels import Inbox
 
 Root: TypeAlias = tuple[Tensor | GradientEdge, Tensor | None]
 

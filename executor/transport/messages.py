@@ -8,7 +8,7 @@ Terms
 A dense tensor keeps its strides: its dimensions, sorted by falling stride, are a contiguous tensor. A tensor with gaps is sent without
 them, and gets them back when it is taken out of the inbox. An expanded or overlapping tensor is sent, and arrives, contiguous. Both ends
 know the format from the plan, so nothing but the elements is sent, and a tensor without elements is not sent at all. Only gradients may
-come in another layout than planned: see `smpc.executor.program.inbox`.
+come in another layout than planned: see `smpc.executor.program.channels`.
 
 Example: float32[2,3] with strides (1, 2) is dense; its wire view is `tensor.permute(1, 0)`, contiguous [3,
 2].
