@@ -3,6 +3,7 @@
     FullyShardedDataParallel(...)      takes `post_param_init_fn`; without a process group of its own it shards over the shard degree
     fully_shard(module)                without a mesh it shards over the shard degree
     offload_wrapper(module)            with sm_activation_offloading: activations come back before they are needed
+    clipping, loss scales              count all ranks' parts (`gradient_patch`)
 
 In native mode (see `tsm.state`) only `post_param_init_fn` and offloading are added.
 
@@ -44,6 +45,7 @@ from smpc.experts.stacked import PartOfExperts
 from smpc.mesh import Axis
 from smpc.mesh.device_mesh import device_mesh
 from smpc.v2.session.full_state_patch import give_whole_state, patch_attribute, patch_full_state
+from smpc.v2.session.gradient_patch import note_unit, patch_gradients
 from smpc.v2.state_handler import Session, state
 from smpc.v2.transforming.slices import is_sliced, make_distributed
 
@@ -60,6 +62,7 @@ _HYBRID = {
 def patch(session: Session) -> Callable[[], None]:
     """Patch torch for a session; the function that takes it back."""
     undo: list[Callable[[], None]] = [_patch_fsdp1(session), _patch_offloading(session), *patch_full_state(session)]
+    undo += patch_gradients()
     if not session.config.is_native:
         undo += _patch_fsdp2(session)
 
@@ -198,6 +201,7 @@ def _patch_fsdp1(session: Session) -> Callable[[], None]:
                 more |= {} if fill is None else {"param_init_fn": fill}
                 setattr(owner, name, FullyShardedDataParallel(each, **more))
         give_whole_state(self)
+        note_unit(self)
 
     return patch_attribute(FullyShardedDataParallel, "__init__", init)
 

@@ -62,7 +62,7 @@ def put_together(state: Any, device: torch.device | None = None, *, keep: bool =
 
 def cut_full_state(state: Any) -> Any:
     """A state dict with this rank's slices in place of whole tensors of which it has slices."""
-    return map_parts(state, lambda path, value, part: part.of(value) if is_whole(value, part) else value)
+    return map_parts(state, lambda path, value, part: part.of(value) if is_whole(value, part) else value, is_whole=True)
 
 
 def is_whole(value: Any, part: Part) -> bool:
