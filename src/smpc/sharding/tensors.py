@@ -11,7 +11,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
@@ -65,3 +66,9 @@ def as_state_of(parameter: Tensor, value: Any) -> Any:
     if value.shape == parameter.shape and value.dim():
         return sharded_like(parameter, own_part_of_sharded(parameter, value).clone())
     return sharded_like(parameter, value) if value.dim() and value.shape == local(parameter).shape else value
+
+
+def has_hooks(parameter: nn.Parameter) -> bool:
+    """Whether somebody is called with the parameter's gradient."""
+    with torch._C.DisableTorchFunctionSubclass():  # parameters of other ranks have one
+        return bool(parameter._backward_hooks) or bool(getattr(parameter, "_post_accumulate_grad_hooks", None))
