@@ -133,6 +133,23 @@ def test_an_overflow_of_one_rank_counts_for_all(degrees, fsdp, tmp_path):
         check(state, model)
 
 
+def has_own_batch(rank, channel):
+    tsm.init(TENSOR)
+    model = transformed()
+    with pytest.raises(UsageError, match=r"found another on rank 1 of them than on rank 0; .*get_sampler"):
+        loss_of(model, rank)
+    before = loss_of(model, 0).item()
+    with torch.no_grad():
+        model.eval()
+        loss_of(model, 0)
+    return before
+
+
+def test_ranks_that_share_a_model_have_the_same_batch(tmp_path):
+    """Sums over slices were of different samples, without a word."""
+    assert values_of(run_ranks(2, has_own_batch, tmp_path)) == pytest.approx([loss_of(Net(), 0).item()] * 2, rel=1e-5)
+
+
 class Lars(torch.optim.Optimizer):
     def __init__(self, parameters):
         super().__init__(parameters, {"lr": 0.1})
