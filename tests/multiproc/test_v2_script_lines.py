@@ -133,6 +133,33 @@ def test_an_overflow_of_one_rank_counts_for_all(degrees, fsdp, tmp_path):
         check(state, model)
 
 
+def differentiates_and_replicates(rank, channel):
+    tsm.init(TENSOR)
+    encoder, model = nn.Linear(8, 8), transformed()
+    encoder.load_state_dict(Net(8).up.state_dict())
+    with pytest.raises(
+        UsageError, match=r"expected a process group of ranks that have the same slices, \[\d\], found \[0, 1\]"
+    ):
+        nn.parallel.DistributedDataParallel(model, process_group=torch.distributed.group.WORLD)
+    replica = nn.parallel.DistributedDataParallel(model)
+    loss_of(lambda x: replica(encoder(x)), 0).backward()
+    optimizer = sgd(model)
+    optimizer.step()
+    return plain({name: parameter.grad for name, parameter in encoder.named_parameters()}), whole(model)
+
+
+def test_gradients_of_inputs_and_replicas_of_slices(tmp_path):
+    """What is in front of the model had this rank's part of its gradient; DistributedDataParallel gave all ranks the first one's slices."""
+    encoder, model = nn.Linear(8, 8), Net()
+    encoder.load_state_dict(Net(8).up.state_dict())
+    loss_of(lambda x: model(encoder(x)), 0).backward()
+    sgd(model).step()
+    for gradients, state in values_of(run_ranks(2, differentiates_and_replicates, tmp_path)):
+        for name, parameter in encoder.named_parameters():
+            torch.testing.assert_close(torch.tensor(gradients[name]), parameter.grad, rtol=1e-4, atol=1e-6)
+        check(state, model)
+
+
 def has_own_batch(rank, channel):
     tsm.init(TENSOR)
     model = transformed()

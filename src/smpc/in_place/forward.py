@@ -99,7 +99,7 @@ class InPlace(InstalledView):
     def _made(self, args: Any, kwargs: dict[str, Any]) -> _Program:
         found = skeleton(self._model, self._parameters)
         with torch.enable_grad():
-            recording = record_guarded(found.model, Request(tuple(args), dict(kwargs)))
+            recording = record_guarded(found.model, Request(tuple(args), dict(kwargs), differentiates=True))
         trace = recording.trace
         traced = self._rewrite(trace)
         modules = list(own_modules(self._model))
@@ -122,6 +122,9 @@ def _inputs_fitting_forward(
         values = input_values(trace, args, kwargs)
     except TraceError:
         return None
+    specs = {name: trace.node(name).spec for name in values}
+    if any(spec is None or values[name].requires_grad != spec.requires_grad for name, spec in specs.items()):
+        return None  # ranks sum the gradients of inputs that require grad alone
     return None if trace.guards and broken_guard(trace, model, values) is not None else values
 
 

@@ -51,7 +51,9 @@ def test_gradients_that_parts_do_not_get_are_refused_by_name():
     model = Model()
     model.tail[0].weight.register_hook(lambda grad: grad * 3)
     model.table = nn.Embedding(4, 2, sparse=True)
-    with pytest.raises(ConfigUnsupportedError, match=r"tail.0.weight has a hook.*\n.*table of class Embedding has sparse gradients"):
+    with pytest.raises(
+        ConfigUnsupportedError, match=r"tail.0.weight has a hook.*\n.*table of class Embedding has sparse gradients"
+    ):
         shard(model, [], mesh=None)
 
 

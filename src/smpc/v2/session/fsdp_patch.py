@@ -62,7 +62,7 @@ _HYBRID = {
 def patch(session: Session) -> Callable[[], None]:
     """Patch torch for a session; the function that takes it back."""
     undo: list[Callable[[], None]] = [_patch_fsdp1(session), _patch_offloading(session), *patch_full_state(session)]
-    undo += patch_gradients()
+    undo += patch_gradients(session)
     if not session.config.is_native:
         undo += _patch_fsdp2(session)
 

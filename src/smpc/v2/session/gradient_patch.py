@@ -5,6 +5,7 @@
     clip_grad_norm_ of FSDP1                  the norm of all ranks, of slices, too    torch's
     torch.nn.utils.get_total_norm             refused                                  refused
     torch.amp.GradScaler                      an overflow of one rank counts for all   the same
+    DistributedDataParallel                   averages over ranks with the same slices
     the first step of an optimizer            refused if an element's update depends on others of the parameter
 
 By themselves these see this rank's part and no more, so that ranks take other steps. Tensors that are whole here, and DTensors that know of
@@ -14,6 +15,7 @@ all ranks, are left to torch.
 from __future__ import annotations
 
 import functools
+import inspect
 import weakref
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -23,14 +25,17 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from smpc.errors import ConfigError, UsageError
+from smpc.errors import ConfigError, ConfigUnsupportedError, UsageError
+from smpc.mesh import Axis
 from smpc.optimizers import NormGroups
 from smpc.optimizers.elementwise import is_elementwise, is_elementwise_in_trial
 from smpc.optimizers.torch_clipping import Tensors, listed, replace_clipping
 from smpc.v2.grad_norm import clip_shared
+from smpc.v2.state_handler import Session
 from smpc.v2.transforming.slices import plain_name, slices_of, transformed_models
 
 _units: weakref.WeakSet[FullyShardedDataParallel] = weakref.WeakSet()
@@ -41,10 +46,10 @@ def note_unit(unit: FullyShardedDataParallel) -> None:
     _units.add(unit)
 
 
-def patch_gradients() -> list[Callable[[], None]]:
-    """Patch torch; the functions that take it back."""
+def patch_gradients(session: Session) -> list[Callable[[], None]]:
+    """Patch torch for a session; the functions that take it back."""
     hook = register_optimizer_step_pre_hook(_check_optimizer)
-    return [replace_clipping(_MAKERS), _patch_fsdp1_clipping(), _patch_scaler(), hook.remove]
+    return [replace_clipping(_MAKERS), _patch_fsdp1_clipping(), _patch_scaler(), _patch_replicas(session), hook.remove]
 
 
 # -- what ranks have parts of ----------------------------------------------------------------------------------------------
@@ -158,6 +163,46 @@ def _patch_fsdp1_clipping() -> Callable[[], None]:
         FullyShardedDataParallel.clip_grad_norm_ = original  # type: ignore[method-assign]
 
     return undo
+
+
+# -- replicas --------------------------------------------------------------------------------------------------------------
+
+
+def _patch_replicas(session: Session) -> Callable[[], None]:
+    """DistributedDataParallel gives all ranks of its group the first one's parameters, so these have the same slices."""
+    original = DistributedDataParallel.__init__
+
+    @functools.wraps(original)
+    def init(self: Any, module: nn.Module, *args: Any, **kwargs: Any) -> None:
+        if _has_slices(module.parameters()) is not None:
+            given = inspect.signature(original).bind(self, module, *args, **kwargs).arguments
+            own = _group_of_replicas(session, given.get("process_group"))
+            if given.get("process_group") is None and given.get("device_mesh") is None:
+                kwargs["process_group"] = own
+        original(self, module, *args, **kwargs)
+
+    DistributedDataParallel.__init__ = init  # type: ignore[method-assign]
+
+    def undo() -> None:
+        DistributedDataParallel.__init__ = original  # type: ignore[method-assign]
+
+    return undo
+
+
+def _group_of_replicas(session: Session, given: dist.ProcessGroup | None) -> dist.ProcessGroup:
+    """The ranks with this one's slices. An error for experts, and if the script has given ranks with other slices."""
+    if session.mesh.size(Axis.EP) > 1:
+        raise ConfigUnsupportedError(
+            "DistributedDataParallel: expected ranks that have the same parameters, found expert_parallel_degree "
+            f"{session.mesh.size(Axis.EP)}, where each has experts of its own; use FullyShardedDataParallel or fully_shard"
+        )
+    own = session.groups[Axis.RDP]
+    if given is not None and not set(dist.get_process_group_ranks(given)) <= set(dist.get_process_group_ranks(own)):
+        raise UsageError(
+            f"DistributedDataParallel: expected a process group of ranks that have the same slices, "
+            f"{dist.get_process_group_ranks(own)}, found {dist.get_process_group_ranks(given)}; leave process_group out"
+        )
+    return own
 
 
 # -- loss scales and optimizers ----------------------------------------------------------------------------------------------
