@@ -9,7 +9,7 @@ from support.executor_harness import run_workers
 from torch import distributed, nn
 
 from smpc.composer import ComposerModel, Trainer
-from smpc.errors import StepError
+from smpc.errors import ConfigUnsupportedError, StepError
 
 STEPS = 4
 
@@ -44,14 +44,15 @@ def freeze(model, step):
     model.model[2].requires_grad_(step != 3)
 
 
-def trained(model, rank, after=lambda state: None):
+def trained(model, rank, after=lambda state: None, kind=torch.optim.SGD, **options):
     made = Trainer(
         model=model,
-        optimizers=torch.optim.SGD(model.parameters(), lr=0.5),
+        optimizers=kind(model.parameters(), lr=0.5),
         train_dataloader=[batch(step, rank) for step in range(STEPS)],
         max_duration=f"{STEPS}ba",
         callbacks=after,
         device="cpu",
+        **options,
     )
     made.fit()
 
@@ -96,3 +97,27 @@ def leaves_out(rank, folder):
 def test_parameters_that_nothing_uses_are_told_before_the_update(tmp_path):
     """torch tells in the next batch, once gradients that were not averaged have been used; after the last batch it never did."""
     assert all(run_workers(leaves_out, 2, tmp_path))
+
+
+class Unheard(torch.optim.SGD):
+    """Does what torch says of Adafactor's operations, up to 2.13."""
+
+    def step(self, closure=None):
+        raise RuntimeError("aten.pow_.Scalar: no strategy.\n\nSharding propagation failed for aten.pow_.Scalar")
+
+
+def updates_parts(rank, folder):
+    place(rank)
+    model = Model()
+    with pytest.raises(
+        ConfigUnsupportedError,
+        match=r"Unheard: expected an optimizer whose operations torch .* aten.pow_.Scalar: no strategy. .*AdamW",
+    ):
+        trained(model, rank, kind=Unheard, fsdp_config={})
+    with pytest.raises(ConfigUnsupportedError, match="expected one whose step needs no closure, found LBFGS"):
+        trained(Model(), rank, kind=torch.optim.LBFGS)
+    return True
+
+
+def test_optimizers_that_cannot_be_used_are_named(tmp_path):
+    assert all(run_workers(updates_parts, 2, tmp_path))

@@ -143,8 +143,9 @@ def differentiates_and_replicates(rank, channel):
         nn.parallel.DistributedDataParallel(model, process_group=torch.distributed.group.WORLD)
     replica = nn.parallel.DistributedDataParallel(model)
     loss_of(lambda x: replica(encoder(x)), 0).backward()
-    optimizer = sgd(model)
-    optimizer.step()
+    sgd(model).step()
+    compiled = torch.compile(model, backend="eager")
+    assert torch.equal(loss_of(compiled, 1), loss_of(model, 1))
     return plain({name: parameter.grad for name, parameter in encoder.named_parameters()}), whole(model)
 
 

@@ -35,7 +35,7 @@ from smpc.errors import ConfigError, PeerMemoryError, StepError, TransportError
 from smpc.fsdp import Prepared
 from smpc.fsdp.tensor_slices import check_gradients
 from smpc.sharding.agreement import Agreement
-from smpc.sharding.tensors import whole
+from smpc.sharding.tensors import updating_parts, whole
 
 _LOG = logging.getLogger("smpc.composer")
 _DTYPES = {"amp_fp16": torch.float16, "amp_bf16": torch.bfloat16}
@@ -273,7 +273,8 @@ class Stepper:
                 self.prepared.clip(self.clipping)
             else:
                 torch.nn.utils.clip_grad_norm_(self.state.model.parameters(), self.clipping)
-        optimizer.step()
+        with updating_parts(optimizer):
+            optimizer.step()
         optimizer.zero_grad(set_to_none=True)
 
 

@@ -54,6 +54,11 @@ class InPlace(InstalledView):
         self._programs: dict[Any, list[_Program]] = {}
         self._versions = DictVersions()  # of all that their Python has read
 
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """The model's result. torch.compile around it leaves it as it is: it records by itself."""
+        return super().__call__(*args, **kwargs)
+
     def otherwise(self, *args: Any, **kwargs: Any) -> Any:
         """The model's result."""
         program, values = self.program_of(args, kwargs)

@@ -9,12 +9,16 @@ whole(weight)                   all 8 rows, on every rank; collective
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+from smpc.errors import ConfigUnsupportedError
 
 
 def local(tensor: Tensor) -> Tensor:
@@ -72,3 +76,17 @@ def has_hooks(parameter: nn.Parameter) -> bool:
     """Whether somebody is called with the parameter's gradient."""
     with torch._C.DisableTorchFunctionSubclass():  # parameters of other ranks have one
         return bool(parameter._backward_hooks) or bool(getattr(parameter, "_post_accumulate_grad_hooks", None))
+
+
+@contextmanager
+def updating_parts(optimizer: torch.optim.Optimizer) -> Iterator[None]:
+    """In this context of an optimizer's step an operation that torch does not have for parts of tensors is a ConfigUnsupportedError."""
+    try:
+        yield
+    except RuntimeError as error:
+        if "Sharding propagation failed" not in str(error):
+            raise
+        raise ConfigUnsupportedError(
+            f"{type(optimizer).__name__}: expected an optimizer whose operations torch {torch.__version__} has for sharded parameters, "
+            f"found {str(error).splitlines()[0]} Use another optimizer, such as AdamW, or leave out what shards the parameters"
+        ) from error

@@ -27,6 +27,7 @@ from torch.optim import Optimizer
 
 from smpc.mesh import Axis
 from smpc.optimizers import elementwise
+from smpc.sharding.tensors import updating_parts
 from smpc.v1.model.distributed_model import DistributedModel
 from smpc.v1.optimization import fused as session_fused
 from smpc.v1.optimization.masters import Masters
@@ -127,7 +128,7 @@ class Updates:
         """Update. Collective over the ranks that hold the same parameters, if state is sharded."""
         self.is_stepping = True
         try:
-            with self._hidden():
+            with self._hidden(), updating_parts(self._optimizer):
                 result = self._optimizer.step()
         finally:
             self.is_stepping = False
