@@ -6,7 +6,7 @@ import torch.distributed.checkpoint as dcp
 from checkpoint_harness import run_ranks, values_of
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, get_state_dict
-from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 
 import smpc.v2 as tsm
 from smpc.errors import ConfigError, UsageError
@@ -176,6 +176,21 @@ def has_own_batch(rank, channel):
 def test_ranks_that_share_a_model_have_the_same_batch(tmp_path):
     """Sums over slices were of different samples, without a word."""
     assert values_of(run_ranks(2, has_own_batch, tmp_path)) == pytest.approx([loss_of(Net(), 0).item()] * 2, rel=1e-5)
+
+
+def hooks_parameters(rank, channel):
+    tsm.init({"hybrid_shard_degree": 2})
+    for wrap in (fully_shard, lambda model: FullyShardedDataParallel(model, device_id=torch.device("cpu"))):
+        model = Net()
+        model.up.weight.register_hook(lambda grad: grad * 2)
+        with pytest.raises(UsageError, match=r"without hooks on their gradients, found some on up\.weight"):
+            wrap(model)
+    fully_shard(model, ignored_params={model.up.weight})
+    return True
+
+
+def test_hooks_that_shards_would_not_call(tmp_path):
+    assert all(values_of(run_ranks(2, hooks_parameters, tmp_path)))
 
 
 class Lars(torch.optim.Optimizer):

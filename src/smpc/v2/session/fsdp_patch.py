@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import functools
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -44,6 +44,7 @@ from smpc.executor.layer_offload import LayerOffload
 from smpc.experts.stacked import PartOfExperts
 from smpc.mesh import Axis
 from smpc.mesh.device_mesh import device_mesh
+from smpc.sharding.tensors import has_hooks
 from smpc.v2.session.full_state_patch import give_whole_state, patch_attribute, patch_full_state
 from smpc.v2.session.gradient_patch import note_unit, patch_gradients
 from smpc.v2.state_handler import Session, state
@@ -104,6 +105,7 @@ def _patch_fsdp2(session: Session) -> list[Callable[[], None]]:
 
     def modules_and_states(module: Any, *args: Any, **kwargs: Any) -> Any:
         first = module if isinstance(module, nn.Module) else module[0]
+        _check_hooks("fully_shard", first, kwargs.get("ignored_params") or next(iter(args[1:]), None) or ())
         if (
             session.mesh.tp_size > 1 and is_sliced(first) and not isinstance(first, PartOfExperts)
         ):  # on a mesh of its own
@@ -122,6 +124,18 @@ def _patch_fsdp2(session: Session) -> list[Callable[[], None]]:
         patch_attribute(_fully_shard, "_get_mesh_info", mesh_info),
         patch_attribute(_fully_shard, "_get_modules_and_states", modules_and_states),
     ]
+
+
+def _check_hooks(who: str, module: nn.Module, ignored: Iterable[Any]) -> None:
+    """UsageError for hooks of scripts on parameters that are about to be sharded: torch puts others in their place, without the hooks."""
+    spared = {id(one) for each in ignored for one in (each.parameters() if isinstance(each, nn.Module) else (each,))}
+    held = module.named_parameters()
+    hooked = [name for name, parameter in held if id(parameter) not in spared and has_hooks(parameter)]
+    if hooked:
+        raise UsageError(
+            f"{who}: expected parameters without hooks on their gradients, found some on {', '.join(hooked[:5])}, which shards would not "
+            "call; change gradients between backward and step instead"
+        )
 
 
 def _patch_fsdp2_experts(session: Session) -> list[Callable[[], None]]:
@@ -176,6 +190,8 @@ def _patch_fsdp1(session: Session) -> Callable[[], None]:
     def init(
         self: Any, module: nn.Module, *args: Any, post_param_init_fn: Callable[..., object] | None = None, **kwargs: Any
     ) -> None:
+        left = (*(kwargs.get("ignored_modules") or ()), *(kwargs.get("ignored_states") or ()))
+        _check_hooks("FullyShardedDataParallel", module, left)
         names = ("process_group", "sharding_strategy", "cpu_offload", "auto_wrap_policy", "backward_prefetch")
         given = {**dict(zip(names, args[:5], strict=False)), **kwargs}
         rest = args[5:]
