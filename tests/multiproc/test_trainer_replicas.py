@@ -7,6 +7,7 @@ import pytest
 import torch
 from support.executor_harness import run_workers
 from torch import distributed, nn
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 
 from smpc.composer import ComposerModel, Trainer
 from smpc.errors import ConfigUnsupportedError, StepError
@@ -116,8 +117,16 @@ def updates_parts(rank, folder):
         trained(model, rank, kind=Unheard, fsdp_config={})
     with pytest.raises(ConfigUnsupportedError, match="expected one whose step needs no closure, found LBFGS"):
         trained(Model(), rank, kind=torch.optim.LBFGS)
+    sliced = {
+        "tp": {"tensor_parallel_degree": 2, "layer_plan": {"model.0": ColwiseParallel(), "model.2": RowwiseParallel()}}
+    }
+    for options in ({"fsdp_config": {}}, {"parallelism_config": sliced}):
+        model = Model()
+        model.model[0].weight.register_hook(lambda grad: grad * 2)
+        with pytest.raises(ConfigUnsupportedError, match=r"0\.weight has a hook on its gradient"):
+            trained(model, 0, **options)
     return True
 
 
-def test_optimizers_that_cannot_be_used_are_named(tmp_path):
+def test_optimizers_and_hooks_that_cannot_be_used_are_named(tmp_path):
     assert all(run_workers(updates_parts, 2, tmp_path))

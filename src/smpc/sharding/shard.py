@@ -339,19 +339,19 @@ def _check_parameters(root: nn.Module, names: Sequence[str], ignored: Collection
         for name, parameter in root.named_parameters()
         if not parameter.dim() and parameter not in ignored
     ]
-    wrong += _lost_gradients(root, ignored)
     if wrong:
         raise ConfigUnsupportedError("\n".join(f"fully_shard: {line}" for line in wrong))
+    check_gradients_of_parts(root, ignored)
 
 
-def _lost_gradients(root: nn.Module, ignored: Collection[nn.Parameter]) -> list[str]:
-    """What expects gradients that parts of parameters do not get, a line for each."""
-    hooked = [
+def check_gradients_of_parts(root: nn.Module, ignored: Collection[nn.Parameter] = ()) -> None:
+    """ConfigUnsupportedError for what expects gradients that parts of parameters do not get: hooks, and sparse embeddings."""
+    wrong = [
         f"{name} has a hook on its gradient, which its parts would not call; change gradients between backward and step instead"
         for name, parameter in root.named_parameters()
         if parameter not in ignored and has_hooks(parameter)
     ]
-    sparse = [
+    wrong += [
         f"{name} of class {type(module).__name__} has sparse gradients, which cannot be averaged in parts; give it sparse=False"
         for name, module in root.named_modules()
         if isinstance(module, nn.Embedding | nn.EmbeddingBag)
@@ -359,7 +359,8 @@ def _lost_gradients(root: nn.Module, ignored: Collection[nn.Parameter]) -> list[
         and module.weight.requires_grad
         and module.weight not in ignored
     ]
-    return hooked + sparse
+    if wrong:
+        raise ConfigUnsupportedError("\n".join(f"fully_shard: {line}" for line in wrong))
 
 
 @contextmanager
