@@ -16,6 +16,7 @@ from smpc.codegen.rewrite.tensor_parallel.layouts import Kind, Layout
 from smpc.errors import PartitionError, UsageError
 from smpc.executor.collectives import TensorGroup, gathered, in_own_order
 from smpc.executor.tensor_ops import own_part
+from smpc.sharding.tensors import has_hooks
 
 
 def slice_parameters(model: nn.Module, layouts: Mapping[str, Layout], group: TensorGroup) -> None:
@@ -54,12 +55,6 @@ def check_no_hooks(model: nn.Module, layouts: Mapping[str, Layout]) -> None:
             "it would see a part of the gradient; change the gradient after the step instead, or leave the parameter whole "
             "(tensor_parallel_plan)"
         )
-
-
-def has_hooks(parameter: nn.Parameter) -> bool:
-    """Whether somebody is called with the parameter's gradient."""
-    with torch._C.DisableTorchFunctionSubclass():  # parameters of other ranks have one
-        return bool(parameter._backward_hooks) or bool(getattr(parameter, "_post_accumulate_grad_hooks", None))
 
 
 def slice_of(whole: Tensor, layout: Layout, group: TensorGroup) -> Tensor:

@@ -65,6 +65,7 @@ class Request:
     autocast: Autocast | None = None
     shown: tuple[str, ...] = ()
     buffers: Mapping[str, torch.Tensor] | None = None
+    differentiates: bool = False  # inputs that require grad do so in the recording, too
 
 
 @dataclass(frozen=True)
@@ -133,7 +134,7 @@ def record_once(subject: Subject) -> Run:
         )
         recorder.reads.is_again = subject.is_again
         stack.callback(_forget, recorder)
-        args, kwargs = recorder.bind_inputs(request.args, request.kwargs)
+        args, kwargs = recorder.bind_inputs(request.args, request.kwargs, differentiates=request.differentiates)
         stack.enter_context(recorder.meter)
         stack.enter_context(_saved_tensors(recorder))
         stack.enter_context(_python_calls(recorder))

@@ -84,6 +84,7 @@ class RecordedModule(nn.Module, ABC):
         program = self._program
         self._check_model(program)
         values = input_values(program.trace, args, kwargs)
+        _check_differentiated(program.trace, values)
         broken = broken_guard(program.trace, self.model, values) if program.trace.guards else None
         if broken is not None:
             guard, found = broken
@@ -138,7 +139,20 @@ def check_not_shared(model: nn.Module, axis: str) -> None:
 
 def _recorded(model: nn.Module, training: bool, args: Any, kwargs: Any) -> Recording:
     with _in_mode(model, training):
-        return record_guarded(model, Request(tuple(args), dict(kwargs)))
+        return record_guarded(model, Request(tuple(args), dict(kwargs), differentiates=True))
+
+
+def _check_differentiated(trace: Trace, values: Mapping[str, Tensor]) -> None:
+    """UsageError for inputs that require grad, if the sample's did not: ranks would have parts of their gradients."""
+    if not torch.is_grad_enabled():
+        return
+    specs = {name: trace.node(name).spec for name, value in values.items() if value.requires_grad}
+    wrong = [name for name, spec in specs.items() if spec is None or not spec.requires_grad]
+    if wrong:
+        raise UsageError(
+            f"expected inputs that do not require grad, as the sample's, found {', '.join(wrong)} that do; shard another copy of the "
+            "model with a sample whose inputs require grad, or detach them"
+        )
 
 
 @contextmanager

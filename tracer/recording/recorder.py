@@ -112,14 +112,18 @@ class Recorder(TorchFunctionMode):
 
     # -- inputs and output ---------------------------------------------------------------------------------------------
 
-    def bind_inputs(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Fakes for the tensors in the inputs, each bound to a placeholder."""
+    def bind_inputs(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], *, differentiates: bool = False
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Fakes for the tensors in the inputs, each bound to a placeholder. `differentiates`: they require grad where the inputs do."""
         leaves, structure = flatten((args, kwargs))
         fakes: list[Any] = []
         refs: list[Any] = []
         for leaf, path in zip(leaves, structure.paths(), strict=True):
             if isinstance(leaf, torch.Tensor):
                 fake = torch.empty_strided(leaf.shape, leaf.stride(), dtype=leaf.dtype, device=self.device)
+                if differentiates and leaf.requires_grad:
+                    fake = fake.requires_grad_().clone()  # no leaf: forward may write into it
                 target = input_path(path)
                 name = self._names.unique(re.sub(r"\W+", "_", target).strip("_"))
                 storage = self._tensors.storage(fake)

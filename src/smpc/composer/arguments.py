@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -391,6 +392,11 @@ def optimizer_of(given: object, model: torch.nn.Module) -> torch.optim.Optimizer
         if strangers:
             raise ConfigError(
                 f"optimizers: expected parameters of the model alone, found {strangers} others; make the optimizer of model.parameters()"
+            )
+        closure = inspect.signature(type(given).step).parameters.get("closure")
+        if closure is not None and closure.default is inspect.Parameter.empty:
+            raise ConfigUnsupportedError(
+                f"optimizers: expected one whose step needs no closure, found {type(given).__name__}, which runs batches by itself"
             )
         return given
     if given is None:

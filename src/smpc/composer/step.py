@@ -35,7 +35,7 @@ from smpc.errors import ConfigError, PeerMemoryError, StepError, TransportError
 from smpc.fsdp import Prepared
 from smpc.fsdp.tensor_slices import check_gradients
 from smpc.sharding.agreement import Agreement
-from smpc.sharding.tensors import whole
+from smpc.sharding.tensors import updating_parts, whole
 
 _LOG = logging.getLogger("smpc.composer")
 _DTYPES = {"amp_fp16": torch.float16, "amp_bf16": torch.bfloat16}
@@ -57,14 +57,14 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 @dataclass(slots=True)
 class Stepper:
-    """Runs batches. `wrapped`: what is called for the model; `by_hand`: whether gradients are averaged after the microbatches.
+    """Runs batches. `wrap` makes what is called for the model; `by_hand`: whether gradients are averaged after the microbatches.
 
     `agreement`: how ranks tell that memory was not enough, with automatic sizes. `upcoming`: samples, tokens, and tokens that count in
     the loss, of the batch that comes next, a row for each rank.
     """
 
     state: State
-    wrapped: Any
+    wrap: Callable[[], Any]
     prepared: Prepared | None
     precision: str
     device: torch.device
@@ -75,8 +75,25 @@ class Stepper:
     syncs_each: bool
     by_tokens: bool
     upcoming: Tensor | None = None
+    wrapped: Any = field(init=False)
+    _trained: tuple[bool, ...] = field(init=False)  # when it was wrapped
     _has_checked: bool = False
     _world_size: int = field(default_factory=dist.get_world_size)
+
+    def __post_init__(self) -> None:
+        self.wrapped, self._trained = self.wrap(), self._trained_now()
+
+    def _trained_now(self) -> tuple[bool, ...]:
+        return tuple(parameter.requires_grad for parameter in self.state.model.parameters())
+
+    def _follow(self) -> None:
+        """Wrap the model anew if others of its parameters train now: replicas average those alone that trained when it was wrapped."""
+        trained = self._trained_now()
+        if trained == self._trained:
+            return
+        if isinstance(self.wrapped, DistributedDataParallel):
+            self.wrapped.reducer._remove_autograd_hooks()
+        self.wrapped, self._trained = self.wrap(), trained
 
     @property
     def tensor_group(self) -> ProcessGroup | None:
@@ -93,6 +110,7 @@ class Stepper:
         Beside the gradients there is one exchange: of losses, and of how much of the following batch each rank has. It is under way from
         the last forward on: nothing of it is needed for the backward and the update.
         """
+        self._follow()
         counts = self.upcoming if self.upcoming is not None else self._first(batch)
         total, tokens = int(counts[:, 0].sum()), int(counts[:, 1].sum())
         begun: list[_Exchange] = []
@@ -139,7 +157,26 @@ class Stepper:
                 if is_last and known is not None:
                     known(loss_sum)
                 (loss if self.scale is None else loss * self.scale.factor).backward()  # type: ignore[no-untyped-call]
+        self._check_all_averaged()
         return loss_sum
+
+    def _check_all_averaged(self) -> None:
+        """Raise StepError, before the update, if replicas wait for gradients of parameters that nothing has used."""
+        if not isinstance(self.wrapped, DistributedDataParallel):
+            return
+        try:
+            self.wrapped._check_reducer_finalized()  # type: ignore[no-untyped-call]
+        except RuntimeError as error:
+            unused = [
+                name.removeprefix("module.")
+                for name, parameter in self.wrapped.named_parameters()
+                if parameter.requires_grad and parameter.grad is None
+            ]
+            raise StepError(
+                f"replicas: expected every parameter that trains to be used in every batch, found {', '.join(unused[:5]) or 'some'} "
+                "without a gradient, so that gradients were not averaged; pass ddp_sync_strategy='multi_auto_sync' to the Trainer, or "
+                "freeze what the model does not use"
+            ) from error
 
     def _weighted(self, piece: Any, weight: float) -> Tensor:
         with self._autocast():
@@ -236,7 +273,8 @@ class Stepper:
                 self.prepared.clip(self.clipping)
             else:
                 torch.nn.utils.clip_grad_norm_(self.state.model.parameters(), self.clipping)
-        optimizer.step()
+        with updating_parts(optimizer):
+            optimizer.step()
         optimizer.zero_grad(set_to_none=True)
 
 

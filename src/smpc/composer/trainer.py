@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import random
 import string
 import time
@@ -122,7 +123,7 @@ class Trainer:
         self.state.scale = scale
         return Stepper(
             self.state,
-            self._wrapped(by_hand=by_hand, is_sharded=prepared is not None, strategy=strategy),
+            functools.partial(self._wrapped, by_hand=by_hand, is_sharded=prepared is not None, strategy=strategy),
             prepared,
             how.precision,
             self._device,

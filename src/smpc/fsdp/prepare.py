@@ -35,7 +35,7 @@ from smpc.fsdp.tensor_slices import AXIS, TensorConfig, check_beside, data_sizes
 from smpc.fsdp.values import ValuesBeforeSlicing
 from smpc.fsdp.wrapping import Wrapped, recomputed, units_of
 from smpc.sharding import Keep, ShardingOptions, Unit, shard
-from smpc.sharding.shard import Incoming, own_modules
+from smpc.sharding.shard import Incoming, check_gradients_of_parts, own_modules
 from smpc.sharding.tensors import as_state_of, local
 
 
@@ -125,6 +125,7 @@ def prepare(
     source = Incoming.of(model.parameters(), 0, device_type)
     values = None
     if tensor is not None and slices > 1:
+        check_gradients_of_parts(model, ignored)
         values = ValuesBeforeSlicing(model, source, device_type, offload=config.cpu_offload)
         values.slice(tensor, prepared.mesh, is_meta=is_meta)
     if config.activation_checkpointing or config.activation_cpu_offload:

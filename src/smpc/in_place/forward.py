@@ -158,6 +158,11 @@ class InPlace(InstalledView):
         self._programs: dict[Any, list[_Program]] = {}
         self._versions = DictVersions()  # of all that their Python has read
 
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """The model's result. torch.compile around it leaves it as it is: it records by itself."""
+        return super().__call__(*args, **kwargs)
+
     def otherwise(self, *args: Any, **kwargs: Any) -> Any:
         """The model's result."""
         program, values = self.program_of(args, kwargs)
@@ -203,7 +208,7 @@ class InPlace(InstalledView):
     def _made(self, args: Any, kwargs: dict[str, Any]) -> _Program:
         found = skeleton(self._model, self._parameters)
         with torch.enable_grad():
-            recording = record_guarded(found.model, Request(tuple(args), dict(kwargs)))
+            recording = record_guarded(found.model, Request(tuple(args), dict(kwargs), differentiates=True))
         trace = recording.trace
         traced = self._rewrite(trace)
         modules = list(own_modules(self._model))
@@ -226,6 +231,9 @@ def _inputs_fitting_forward(
         values = input_values(trace, args, kwargs)
     except TraceError:
         return None
+    specs = {name: trace.node(name).spec for name in values}
+    if any(spec is None or values[name].requires_grad != spec.requires_grad for name, spec in specs.items()):
+        return None  # ranks sum the gradients of inputs that require grad alone
     return None if trace.guards and broken_guard(trace, model, values) is not None else values
 
 

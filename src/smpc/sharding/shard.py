@@ -51,7 +51,7 @@ from torch.utils._pytree import tree_map_only
 
 from smpc.config.keep import Keep
 from smpc.errors import ConfigUnsupportedError
-from smpc.sharding.tensors import local, own_part_of_sharded
+from smpc.sharding.tensors import has_hooks, local, own_part_of_sharded
 from smpc.sharding.units import keep_containers
 from smpc.sharding.wide_gradients import is_wide, keep_wide, widen
 
@@ -194,7 +194,7 @@ def shard(
     All ranks must have equal parameters, unless `source` names the rank whose parameters all get; the others' may then be on meta.
     `units`: names as from `find_units`, inner before outer; "" is the model, and comes last whether it is named or not. `ignored`
     parameters stay whole, and their gradients are not averaged. Raises ConfigUnsupportedError for units whose parameters that train
-    have several dtypes, and for parameters that are not contiguous or have no dimension.
+    have several dtypes, and for parameters that are not contiguous, have no dimension, or have hooks or sparse gradients.
     """
     known = {unit.name: unit for unit in (u if isinstance(u, Unit) else Unit(u) for u in units)}
     ordered = [*(unit for unit in known.values() if unit.name), known.get("", Unit(""))]
@@ -338,6 +338,26 @@ def _check_parameters(root: nn.Module, names: Sequence[str], ignored: Collection
         f"{name} has no dimension to divide it along; give it one, as in nn.Parameter(torch.zeros(1))"
         for name, parameter in root.named_parameters()
         if not parameter.dim() and parameter not in ignored
+    ]
+    if wrong:
+        raise ConfigUnsupportedError("\n".join(f"fully_shard: {line}" for line in wrong))
+    check_gradients_of_parts(root, ignored)
+
+
+def check_gradients_of_parts(root: nn.Module, ignored: Collection[nn.Parameter] = ()) -> None:
+    """ConfigUnsupportedError for what expects gradients that parts of parameters do not get: hooks, and sparse embeddings."""
+    wrong = [
+        f"{name} has a hook on its gradient, which its parts would not call; change gradients between backward and step instead"
+        for name, parameter in root.named_parameters()
+        if parameter not in ignored and has_hooks(parameter)
+    ]
+    wrong += [
+        f"{name} of class {type(module).__name__} has sparse gradients, which cannot be averaged in parts; give it sparse=False"
+        for name, module in root.named_modules()
+        if isinstance(module, nn.Embedding | nn.EmbeddingBag)
+        and module.sparse
+        and module.weight.requires_grad
+        and module.weight not in ignored
     ]
     if wrong:
         raise ConfigUnsupportedError("\n".join(f"fully_shard: {line}" for line in wrong))

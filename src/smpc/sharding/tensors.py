@@ -9,11 +9,16 @@ whole(weight)                   all 8 rows, on every rank; collective
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+from smpc.errors import ConfigUnsupportedError
 
 
 def local(tensor: Tensor) -> Tensor:
@@ -65,3 +70,23 @@ def as_state_of(parameter: Tensor, value: Any) -> Any:
     if value.shape == parameter.shape and value.dim():
         return sharded_like(parameter, own_part_of_sharded(parameter, value).clone())
     return sharded_like(parameter, value) if value.dim() and value.shape == local(parameter).shape else value
+
+
+def has_hooks(parameter: nn.Parameter) -> bool:
+    """Whether somebody is called with the parameter's gradient."""
+    with torch._C.DisableTorchFunctionSubclass():  # parameters of other ranks have one
+        return bool(parameter._backward_hooks) or bool(getattr(parameter, "_post_accumulate_grad_hooks", None))
+
+
+@contextmanager
+def updating_parts(optimizer: torch.optim.Optimizer) -> Iterator[None]:
+    """In this context of an optimizer's step an operation that torch does not have for parts of tensors is a ConfigUnsupportedError."""
+    try:
+        yield
+    except RuntimeError as error:
+        if "Sharding propagation failed" not in str(error):
+            raise
+        raise ConfigUnsupportedError(
+            f"{type(optimizer).__name__}: expected an optimizer whose operations torch {torch.__version__} has for sharded parameters, "
+            f"found {str(error).splitlines()[0]} Use another optimizer, such as AdamW, or leave out what shards the parameters"
+        ) from error

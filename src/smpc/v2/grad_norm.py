@@ -11,7 +11,8 @@ Source: public training scripts for SMP v2.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -20,7 +21,9 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 
+from smpc.optimizers.gradients import check_finite
 from smpc.optimizers.gradients import clip_grad_norm_ as clip
+from smpc.optimizers.norm_groups import local_part
 from smpc.v2.transforming.slices import plain_name, slices_of
 
 __all__ = ["clip_grad_norm_"]
@@ -32,7 +35,7 @@ def clip_grad_norm_(model: nn.Module, max_norm: float) -> Tensor:
     The model may be wrapped by FSDP1, divided by FSDP2, or neither. All ranks call this.
     """
     if slices_of(model) is not None:
-        return _clip_shared(model, max_norm)
+        return clip_shared(model, max_norm)
     if isinstance(model, FullyShardedDataParallel):
         found: Tensor = model.clip_grad_norm_(max_norm)
     else:
@@ -41,25 +44,47 @@ def clip_grad_norm_(model: nn.Module, max_norm: float) -> Tensor:
 
 
 @torch.no_grad()
-def _clip_shared(model: nn.Module, max_norm: float) -> Tensor:
-    """Clips gradients of which the ranks of several groups hold parts."""
-    world = dist.get_world_size()
-    device = next(model.parameters()).device
-    total = torch.zeros((), dtype=torch.float64, device=device)
-    for gradient, holders in _gradient_parts(model):
-        total += gradient.double().square().sum() * (holders / world)
-    dist.all_reduce(total)
-    norm = total.sqrt().float()
+def clip_shared(
+    model: nn.Module, max_norm: float, norm_type: float = 2.0, *, only: Collection[int] = (), finite: bool = False
+) -> Tensor:
+    """Clips gradients of which the ranks of several groups hold parts; the norm they had. Collective over all ranks.
+
+    `only`: the ids of the gradients that count and are clipped; all, if there are none. `finite`: raise NonFiniteNormError, before anything
+    is clipped, for a norm that is not.
+    """
+    world, order = dist.get_world_size(), float(norm_type)
+    total = torch.zeros((), dtype=torch.float64, device=next(model.parameters()).device)
+    held = [each for each in _gradient_parts(model) if not only or id(each.whole) in only]
+    for each in held:
+        size = each.part.abs().double()
+        if order == math.inf:
+            total = torch.maximum(total, size.max() if size.numel() else total)
+        else:
+            total += (size**order).sum() * (each.holders / world)
+    dist.all_reduce(total, dist.ReduceOp.MAX if order == math.inf else dist.ReduceOp.SUM)
+    wide = any(each.part.dtype is torch.float64 for each in held)
+    norm = (total if order == math.inf else total ** (1 / order)).to(torch.float64 if wide else torch.float32)
+    if finite:
+        check_finite(norm)
     scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
     for parameter in model.parameters():
-        if parameter.grad is not None:
-            local = parameter.grad.to_local() if isinstance(parameter.grad, DTensor) else parameter.grad
-            local.mul_(scale.to(local.dtype))
+        if parameter.grad is not None and (not only or id(parameter.grad) in only):
+            own = local_part(parameter.grad)
+            own.mul_(scale.to(own.dtype))
     return norm
 
 
-def _gradient_parts(model: nn.Module) -> Iterator[tuple[Tensor, int]]:
-    """This rank's parts of gradients, and the number of ranks that together have each part of the tensor once."""
+@dataclass(frozen=True, slots=True)
+class _GradientPart:
+    """This rank's part of a gradient, the tensor that the parameter has as its gradient, and how many ranks have the gradient once."""
+
+    part: Tensor
+    whole: Tensor
+    holders: int
+
+
+def _gradient_parts(model: nn.Module) -> Iterator[_GradientPart]:
+    """This rank's parts of gradients."""
     slices = slices_of(model)
     assert slices is not None
     sharing = {name: part.num_holders for name, part in slices.items()}
@@ -68,7 +93,7 @@ def _gradient_parts(model: nn.Module) -> Iterator[tuple[Tensor, int]]:
         flat.update(id(parameter) for parameter in unit.parameters())
         shards = unit.process_group.size() if unit._handle is not None and unit._handle.uses_sharded_strategy else 1
         for name, part in _of_unit(unit):
-            yield part, shards * sharing.get(plain_name(prefix + name), 1)
+            yield _GradientPart(part, part, shards * sharing.get(plain_name(prefix + name), 1))
     for name, parameter in model.named_parameters():
         if parameter.grad is None or id(parameter) in flat:
             continue
@@ -81,9 +106,10 @@ def _gradient_parts(model: nn.Module) -> Iterator[tuple[Tensor, int]]:
             )
             found = slices.get(plain_name(name))
             is_slice = found is not None and tuple(gradient.shape) != found.shape
-            yield gradient.to_local(), shards * (found.num_holders if found is not None and is_slice else 1)
+            holders = shards * (found.num_holders if found is not None and is_slice else 1)
+            yield _GradientPart(gradient.to_local(), gradient, holders)
         else:
-            yield gradient, sharing.get(plain_name(name), 1)
+            yield _GradientPart(gradient, gradient, sharing.get(plain_name(name), 1))
 
 
 def _units(model: nn.Module) -> Iterator[tuple[str, Any]]:

@@ -554,6 +554,26 @@ def test_other_inputs_and_a_second_sharding_are_refused():
         shard(module.model, x, tensor_groups(2)[0])
 
 
+def test_gradients_of_inputs():
+    """Each rank had its summand, without a word: a pipeline, for which recordings were made, has no inputs that require grad."""
+    model, x = small()
+    whole = x.clone().requires_grad_()
+    copy.deepcopy(model)(whole).square().mean().backward()
+    modules = sharded(model, x.clone().requires_grad_(), 2)
+
+    def work(rank):
+        own = x.clone().requires_grad_()
+        modules[rank](own).square().mean().backward()
+        return own.grad
+
+    for gradient in run_ranks(2, work):
+        torch.testing.assert_close(gradient, whole.grad, rtol=1e-5, atol=1e-6)
+    with pytest.raises(
+        UsageError, match="expected inputs that do not require grad, as the sample's, found args_0 that do"
+    ):
+        sharded(model, x, 2)[0](x.clone().requires_grad_())
+
+
 class Padding(nn.Module):
     """Asks for a size that is computed once, in the first call."""
 

@@ -46,6 +46,17 @@ def test_parameters_without_dimensions_are_refused_by_name():
         shard(model, [], mesh=None)
 
 
+def test_gradients_that_parts_do_not_get_are_refused_by_name():
+    """A hook on a parameter had not been called, without a word; a sparse gradient was an error of torch's inside of the backward."""
+    model = Model()
+    model.tail[0].weight.register_hook(lambda grad: grad * 3)
+    model.table = nn.Embedding(4, 2, sparse=True)
+    with pytest.raises(
+        ConfigUnsupportedError, match=r"tail.0.weight has a hook.*\n.*table of class Embedding has sparse gradients"
+    ):
+        shard(model, [], mesh=None)
+
+
 def test_units_by_class_inner_ones_first():
     found = units_of_classes(Model(), [Block, nn.Linear])
     assert found[:7] == (*(f"layers.{i}.experts.{j}" for i in range(3) for j in range(2)), "layers.0")

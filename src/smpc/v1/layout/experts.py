@@ -33,7 +33,6 @@ from smpc.executor.collectives import TensorGroup
 from smpc.executor.replicas.apart import ExpertReplicas, ExpertsApart
 from smpc.executor.replicas.data_parallel import broadcast
 from smpc.executor.replicas.group_hooks import StepHooks
-from smpc.executor.sharded_state import has_hooks
 from smpc.experts.confirm import Confirmed, confirm
 from smpc.experts.dispatch import owned
 from smpc.experts.listed import ListedBlock, spread_out
@@ -41,6 +40,7 @@ from smpc.experts.stacked import Options, become_part
 from smpc.experts.structure import Found, Listed, Stacked, find_experts, shared_and_trained
 from smpc.mesh import Axis
 from smpc.nn.parallel import Shard
+from smpc.sharding.tensors import has_hooks
 from smpc.tracer.ir import Trace
 from smpc.v1.layout.placement import Placement, Slices
 from smpc.v1.session.object_messages import gather_objects

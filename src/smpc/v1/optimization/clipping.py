@@ -10,55 +10,39 @@ While a `DistributedModel` exists, torch's functions check their arguments:
 
 Tensors outside the model are left to torch, and so is a model that every rank has whole: the same code runs on the same tensors.
 
-Each of these functions is `_no_grad(function)`, a closure over the inner function. `install` exchanges the content of that cell, and
-`uninstall` restores it. So names imported earlier (`from torch.nn.utils import clip_grad_norm_`, accelerate) change too, and no attribute
-of torch is replaced. Why not a subclass of Parameter: see docs/design/decisions.md, 24.
+Names imported earlier change, too: see `smpc.optimizers.torch_clipping`. Why not a subclass of Parameter: see docs/design/decisions.md, 24.
 """
 
 from __future__ import annotations
 
 import contextlib
-import types
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.utils import clip_grad
 
 from smpc.errors import StepError, UsageError
 from smpc.optimizers.gradients import clip_by
+from smpc.optimizers.torch_clipping import Tensors, listed, replace_clipping
 from smpc.v1.model.distributed_model import DistributedModel
 from smpc.v1.optimization.fused import SessionNormGroups
 from smpc.v1.session.process_state import state
 
-Tensors = Tensor | Iterable[Tensor]
-_installed: list[tuple[Any, Callable[..., Any]]] = []  # cells, and what was in them
+_undo: list[Callable[[], None]] = []
 
 
 def install() -> Callable[[], None]:
     """Let torch's functions know the model of this session; returns the function that undoes it."""
-    if _installed:
-        return uninstall
-    for name, make in _MAKERS.items():
-        cell = _cell_of(getattr(clip_grad, name))
-        _installed.append((cell, cell.cell_contents))
-        cell.cell_contents = make(cell.cell_contents)
+    if not _undo:
+        _undo.append(replace_clipping(_MAKERS))
     return uninstall
 
 
 def uninstall() -> None:
     """Restore everything."""
-    while _installed:
-        cell, original = _installed.pop()
-        cell.cell_contents = original
-
-
-def _cell_of(wrapper: Any) -> Any:
-    """The cell in which a function under `_no_grad` finds what it calls."""
-    cells = [cell for cell in wrapper.__closure__ or () if cell.cell_contents is wrapper.__wrapped__]
-    assert len(cells) == 1, f"torch.nn.utils.{wrapper.__name__} is not what it was up to torch 2.13"
-    return cells[0]
+    while _undo:
+        _undo.pop()()
 
 
 # -- the functions -----------------------------------------------------------------------------------------------------
@@ -74,7 +58,7 @@ def _clip_grad_norm(original: Callable[..., Any]) -> Callable[..., Any]:
     ) -> Any:
         if torch.compiler.is_compiling():
             return original(parameters, max_norm, norm_type, error_if_nonfinite, foreach)
-        parameters, given = _listed_parameters(parameters)
+        parameters, given = listed(parameters)
         with _clipped_model_acting(given, "clip_grad_norm_"):
             if _is_ours("clip_grad_norm_", given):
                 return clip_model(given, float(max_norm), float(norm_type), error_if_nonfinite)
@@ -87,7 +71,7 @@ def _get_total_norm(original: Callable[..., Any]) -> Callable[..., Any]:
     def get_total_norm(tensors: Tensors, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():
             return original(tensors, *args, **kwargs)
-        tensors, given = _listed_parameters(tensors)
+        tensors, given = listed(tensors)
         for model in _spread_models():
             parts = {id(tensor) for p in model.parameters() for tensor in (p, p.grad) if tensor is not None}
             if any(id(tensor) in parts for tensor in given):
@@ -108,7 +92,7 @@ def _clips_elements(original: Callable[..., Any]) -> Callable[..., Any]:
     def clip(parameters: Tensors, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():
             return original(parameters, *args, **kwargs)
-        parameters, given = _listed_parameters(parameters)
+        parameters, given = listed(parameters)
         with _clipped_model_acting(given, name):
             optimizer = state.optimizer
             refused = optimizer is not None and optimizer.has_taken_or_scales and _is_ours(name, given)
@@ -154,16 +138,6 @@ def clip_model(given: list[Tensor], max_norm: float, norm_type: float, error_if_
 
 
 # -- whose tensors -----------------------------------------------------------------------------------------------------
-
-
-def _listed_parameters(given: Tensors) -> tuple[Tensors, list[Tensor]]:
-    """The argument, to be passed on unchanged, and as a list."""
-    if isinstance(given, Tensor):
-        return given, [given]
-    tensors = list(given)
-    if isinstance(given, types.GeneratorType):
-        return (tensor for tensor in tensors), tensors  # torch warns of empty ones
-    return tensors, tensors
 
 
 def _is_ours(name: str, given: list[Tensor]) -> bool:

@@ -8,16 +8,9 @@ parts of them.
 The groups of the wrapped optimizer hold the update target in place of each parameter. A parameter that this rank does not update has
 no gradient while the optimizer steps, so any optimizer skips it.
 
-`is_elementwise` says which optimizers update every element of a parameter independently, so that ranks may update ranges of it.
-
-    is_elementwise(torch.optim.AdamW(parameters))    True
-    is_elementwise(FusedLamb(parameters))            False: it takes norms of parameters
-
-They are known by exact class: a subclass may do anything. A class that is not in the list (LAMB, NovoGrad, Adafactor, Muon, LBFGS,
-SparseAdam, classes of others) gets whole parameters.
-
-Slices of tensor-parallel ranks cannot be made whole. `is_elementwise_in_trial` tells classes of others by what they do: it gives a copy of
-the optimizer a small tensor, another copy the tensor's halves, and compares what three steps make of them.
+`is_elementwise` says which optimizers update every element of a parameter independently, so that ranks may update ranges of it. A class
+that is not known (LAMB, NovoGrad, Adafactor, Muon, LBFGS, SparseAdam, classes of others) gets whole parameters. Slices of tensor-parallel
+ranks cannot be made whole: there `is_elementwise_in_trial` tries the optimizer (`smpc.optimizers.elementwise`).
 
 fp32 masters: an optimizer updates them instead of half-precision parameters, which are their rounded copies.
 
@@ -35,10 +28,8 @@ A parameter that is sharded over the replicas (`fully_shard`) has a sharded mast
 
 from __future__ import annotations
 
-import copy
 import math
-from collections import OrderedDict, defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -48,10 +39,10 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-import smpc.optimizers as fused
 from smpc.errors import UsageError
 from smpc.mesh import Axis
-from smpc.sharding.tensors import local
+from smpc.optimizers import elementwise
+from smpc.sharding.tensors import local, updating_parts
 from smpc.v1.model.distributed_model import DistributedModel
 from smpc.v1.optimization import fused as session_fused
 from smpc.v1.optimization.sharded_optimizer_state import Entry, Parts, Shards
@@ -189,67 +180,17 @@ def _check_dense(grad: Tensor, parameter: Tensor) -> None:
         )
 
 
-ELEMENTWISE: tuple[type[Optimizer], ...] = (
-    torch.optim.ASGD,
-    torch.optim.Adadelta,
-    torch.optim.Adagrad,
-    torch.optim.Adam,
-    torch.optim.AdamW,
-    torch.optim.Adamax,
-    torch.optim.NAdam,
-    torch.optim.RAdam,
-    torch.optim.RMSprop,
-    torch.optim.Rprop,
-    torch.optim.SGD,
-    fused.FusedAdamW,
-    session_fused.FusedAdamW,
-)
-
-
-_TRIAL_STEPS = 3
+ELEMENTWISE: tuple[type[Optimizer], ...] = (*elementwise.ELEMENTWISE, session_fused.FusedAdamW)
 
 
 def is_elementwise(optimizer: Optimizer) -> bool:
-    """Whether an optimizer's update of an element depends on nothing else of the parameter; see the module's docstring."""
+    """Whether an optimizer's update of an element depends on nothing else of the parameter; see `smpc.optimizers.elementwise`."""
     return type(optimizer) in ELEMENTWISE
 
 
 def is_elementwise_in_trial(optimizer: Optimizer) -> bool:
-    """Whether steps on halves of a tensor give the halves of steps on it. False, too, if such a step fails: it may need a closure."""
-    return is_elementwise(optimizer) or all(
-        _treats_halves_alike(optimizer, group, dim) for group in optimizer.param_groups for dim in (0, 1)
-    )
-
-
-def _treats_halves_alike(optimizer: Optimizer, group: Mapping[str, Any], dim: int) -> bool:
-    generator = torch.Generator().manual_seed(0)
-    dtype = next((p.dtype for p in group["params"] if p.dtype.is_floating_point), torch.float32)
-    start, *grads = torch.randn(1 + _TRIAL_STEPS, 6, 4, generator=generator).to(dtype).unbind(0)
-    grads = [grad * torch.linspace(0.1, 3, 24).to(dtype).view(6, 4) for grad in grads]  # halves have other norms
-    try:
-        whole = _after_steps(optimizer, group, [start], [[grad] for grad in grads])[0]
-        halves = _after_steps(optimizer, group, start.chunk(2, dim), [grad.chunk(2, dim) for grad in grads])
-    except Exception:
-        return False
-    return torch.allclose(torch.cat(halves, dim), whole, rtol=1e-2 if dtype.itemsize < 4 else 1e-5)
-
-
-def _after_steps(
-    optimizer: Optimizer, group: Mapping[str, Any], values: Sequence[Tensor], grads: Sequence[Sequence[Tensor]]
-) -> list[Tensor]:
-    """What a copy of the optimizer, with its options but without its state and hooks, makes of parameters of these values."""
-    parameters = [torch.nn.Parameter(value.clone()) for value in values]
-    trial = object.__new__(type(optimizer))
-    trial.__dict__.update(
-        {name: copy.copy(v) if isinstance(v, (dict, list)) else v for name, v in vars(optimizer).items()}
-    )
-    trial.__dict__.update(_optimizer_step_pre_hooks=OrderedDict(), _optimizer_step_post_hooks=OrderedDict())
-    trial.__dict__.update(state=defaultdict(dict), param_groups=[{**group, "params": parameters}])
-    for step in grads:
-        for parameter, grad in zip(parameters, step, strict=True):
-            parameter.grad = grad.clone()
-        type(optimizer).step(trial)
-    return [parameter.detach() for parameter in parameters]
+    """The same of classes that are not known, by what they do to a small tensor."""
+    return is_elementwise(optimizer) or elementwise.is_elementwise_in_trial(optimizer)
 
 
 class Updates:
@@ -333,7 +274,7 @@ class Updates:
         """Update. Collective over the ranks that hold the same parameters, if state is sharded."""
         self.is_stepping = True
         try:
-            with self._hidden():
+            with self._hidden(), updating_parts(self._optimizer):
                 result = self._optimizer.step()
         finally:
             self.is_stepping = False

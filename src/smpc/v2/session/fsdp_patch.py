@@ -3,6 +3,7 @@
     FullyShardedDataParallel(...)      takes `post_param_init_fn`; without a process group of its own it shards over the shard degree
     fully_shard(module)                without a mesh it shards over the shard degree
     offload_wrapper(module)            with sm_activation_offloading: activations come back before they are needed
+    clipping, loss scales              count all ranks' parts (`gradient_patch`)
 
 In native mode (see `tsm.state`) only `post_param_init_fn` and offloading are added.
 
@@ -15,7 +16,7 @@ In native mode (see `tsm.state`) only `post_param_init_fn` and offloading are ad
 `post_param_init_fn` is called whenever `param_init_fn` has filled a module, before FSDP makes flat parameters of them, so that weights can
 be tied again.
 
-Everything that depends on the release of torch is in this file and in `full_state_patch`. Made for torch 2.11 to 2.13.
+Everything that depends on the release of torch is in this file and in `gradient_patch`. Made for torch 2.11 to 2.13.
 
 The changes of `tsm.init` to torch's full state dicts.
 
@@ -41,7 +42,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -70,6 +71,8 @@ from smpc.executor.layer_offload import LayerOffload
 from smpc.experts.stacked import PartOfExperts
 from smpc.mesh import Axis
 from smpc.mesh.device_mesh import device_mesh
+from smpc.sharding.tensors import has_hooks
+from smpc.v2.session.gradient_patch import note_unit, patch_gradients
 from smpc.v2.state_handler import Session, state
 from smpc.v2.transforming.slices import Part, is_sliced, make_distributed, map_parts, plain_name, slices_of
 
@@ -92,7 +95,7 @@ def put_together(state: Any, device: torch.device | None = None, *, keep: bool =
 
 def cut_full_state(state: Any) -> Any:
     """A state dict with this rank's slices in place of whole tensors of which it has slices."""
-    return map_parts(state, lambda path, value, part: part.of(value) if is_whole(value, part) else value)
+    return map_parts(state, lambda path, value, part: part.of(value) if is_whole(value, part) else value, is_whole=True)
 
 
 def is_whole(value: Any, part: Part) -> bool:
@@ -313,6 +316,7 @@ _HYBRID = {
 def patch(session: Session) -> Callable[[], None]:
     """Patch torch for a session; the function that takes it back."""
     undo: list[Callable[[], None]] = [_patch_fsdp1(session), _patch_offloading(session), *patch_full_state(session)]
+    undo += patch_gradients(session)
     if not session.config.is_native:
         undo += _patch_fsdp2(session)
 
@@ -354,6 +358,7 @@ def _patch_fsdp2(session: Session) -> list[Callable[[], None]]:
 
     def modules_and_states(module: Any, *args: Any, **kwargs: Any) -> Any:
         first = module if isinstance(module, nn.Module) else module[0]
+        _check_hooks("fully_shard", first, kwargs.get("ignored_params") or next(iter(args[1:]), None) or ())
         if (
             session.mesh.tp_size > 1 and is_sliced(first) and not isinstance(first, PartOfExperts)
         ):  # on a mesh of its own
@@ -372,6 +377,18 @@ def _patch_fsdp2(session: Session) -> list[Callable[[], None]]:
         patch_attribute(_fully_shard, "_get_mesh_info", mesh_info),
         patch_attribute(_fully_shard, "_get_modules_and_states", modules_and_states),
     ]
+
+
+def _check_hooks(who: str, module: nn.Module, ignored: Iterable[Any]) -> None:
+    """UsageError for hooks of scripts on parameters that are about to be sharded: torch puts others in their place, without the hooks."""
+    spared = {id(one) for each in ignored for one in (each.parameters() if isinstance(each, nn.Module) else (each,))}
+    held = module.named_parameters()
+    hooked = [name for name, parameter in held if id(parameter) not in spared and has_hooks(parameter)]
+    if hooked:
+        raise UsageError(
+            f"{who}: expected parameters without hooks on their gradients, found some on {', '.join(hooked[:5])}, which shards would not "
+            "call; change gradients between backward and step instead"
+        )
 
 
 def _patch_fsdp2_experts(session: Session) -> list[Callable[[], None]]:
@@ -426,6 +443,8 @@ def _patch_fsdp1(session: Session) -> Callable[[], None]:
     def init(
         self: Any, module: nn.Module, *args: Any, post_param_init_fn: Callable[..., object] | None = None, **kwargs: Any
     ) -> None:
+        left = (*(kwargs.get("ignored_modules") or ()), *(kwargs.get("ignored_states") or ()))
+        _check_hooks("FullyShardedDataParallel", module, left)
         names = ("process_group", "sharding_strategy", "cpu_offload", "auto_wrap_policy", "backward_prefetch")
         given = {**dict(zip(names, args[:5], strict=False)), **kwargs}
         rest = args[5:]
@@ -451,6 +470,7 @@ def _patch_fsdp1(session: Session) -> Callable[[], None]:
                 more |= {} if fill is None else {"param_init_fn": fill}
                 setattr(owner, name, FullyShardedDataParallel(each, **more))
         give_whole_state(self)
+        note_unit(self)
 
     return patch_attribute(FullyShardedDataParallel, "__init__", init)
 

@@ -26,6 +26,7 @@ from smpc.places import Place
 from smpc.v2.session.config import Config
 from smpc.v2.session.fsdp_patch import patch
 from smpc.v2.state_handler import Session, state
+from smpc.v2.transforming.slices import forget_models
 
 _SECONDS = 1800.0  # that a wait for other ranks may take, in a world that is started here
 
@@ -57,6 +58,7 @@ def init(config: str | dict[str, Any] | None = None) -> None:
     try:
         session = _make_session(parsed, mesh, rank, owns_world=not given)
         session.closers.append(patch(session))
+        session.closers.append(forget_models)
         session.closers.append(divide_data(*mesh.data_place(rank, tensor_ranks_share=True)))
         state.start(session)
     except BaseException:

@@ -140,8 +140,8 @@ def _check_config(config: dict[str, Any] | MoEConfig | None, session: Session) -
 
 def _cast_parameters(model: nn.Module, dtype: torch.dtype) -> None:
     """Parameters become of a dtype; buffers keep theirs."""
-    if not dtype.is_floating_point:
-        raise UsageError(f"dtype: expected a floating-point dtype, found {dtype}")
+    if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
+        raise UsageError(f"dtype: expected a floating-point dtype such as torch.bfloat16, found {dtype!r}")
     for parameter in model.parameters():
         if parameter.is_floating_point():
             parameter.data = parameter.data.to(dtype)

@@ -19,6 +19,7 @@ come back through cut outputs are divided by the number of ranks, and those that
 from __future__ import annotations
 
 import dataclasses
+import zlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -103,6 +104,25 @@ def _check_chunks(tensors: list[Tensor], group: TensorGroup) -> None:
         )
 
 
+def _check_same_batch(inputs: Any, group: TensorGroup) -> None:
+    """UsageError on all ranks if the ranks that have slices of a model are called with other inputs. Collective."""
+    tensors = [leaf for leaf in tree_flatten(inputs)[0] if isinstance(leaf, Tensor)]
+    checksum = 0
+    for tensor in tensors:
+        plain = tensor.detach().cpu().contiguous()
+        checksum = zlib.crc32(f"{plain.dtype}{tuple(plain.shape)}".encode(), checksum)
+        checksum = zlib.crc32(plain.reshape(-1).view(torch.uint8).numpy().tobytes(), checksum)
+    device = tensors[0].device if tensors else torch.device("cpu")
+    found = gathered(torch.tensor([checksum], device=device), 0, group).tolist()
+    different = next((rank for rank, each in enumerate(found) if each != found[0]), None)
+    if different is not None:
+        raise UsageError(
+            f"tensor parallelism: expected the same batch on the {group.size} ranks that have slices of the model, found another on rank "
+            f"{different} of them than on rank 0; let them read the same samples: smpc.dist.get_sampler(data), or DistributedSampler(data, "
+            "num_replicas=world_size // tp_size, rank=rank // tp_size)"
+        )
+
+
 _OPTIONS = dataclasses.replace(OPTIONS, draw_as_one_process=True)  # as the reference asks
 
 
@@ -121,6 +141,8 @@ class Shared(InPlace):
         self.context = context
         self._groups = [group for group in (tensor, context) if group is not None]
         self._called: set[str] = set()
+        self._tensor_group, self._has_new_program = tensor, False
+        self._inputs: Any = ()
         self.layouts: Mapping[str, Layout] = {}
         self._tensor = None if tensor is None else Sharing(tensor.size, find_sharing_plan(model, "auto"))
         plan = ContextPlan(ZIGZAG, attention, output_dim=1)
@@ -160,10 +182,20 @@ class Shared(InPlace):
         """The model's output for the whole sequence, cut like the inputs."""
         if self.context is not None:
             args, kwargs = whole_inputs(args, kwargs, self.context)
-        return super().otherwise(*args, **kwargs)
+        self._inputs = (args, kwargs)
+        try:
+            return super().otherwise(*args, **kwargs)
+        finally:
+            self._inputs = ()
 
     def begin(self, traced: Traced, device: torch.device) -> None:
-        """Ranks that share a model draw as the first of them, however the script has seeded them. Modules called whole may draw, too."""
+        """The first call of a program compares inputs: ranks have the same ones.
+
+        Ranks that share a model draw as the first of them, however the script has seeded them. Modules called whole may draw, too.
+        """
+        if self._tensor_group is not None and self._has_new_program:
+            _check_same_batch(self._inputs, self._tensor_group)
+        self._has_new_program = False
         if any(node.random or node.kind is NodeKind.CALL_MODULE for node in traced.trace.nodes):
             for group in self._groups:
                 draw_as_first(group, device)
@@ -179,6 +211,7 @@ class Shared(InPlace):
         return own_output(value, is_whole=position in whole, group=self.context)
 
     def _rewritten(self, trace: Trace) -> Traced:
+        self._has_new_program = True
         return rewrite_trace(trace, _OPTIONS, self._tensor, context=self._context)
 
 

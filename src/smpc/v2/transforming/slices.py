@@ -37,6 +37,7 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from smpc.checkpoint.format.draft_content import Shard as HeldShard
 from smpc.checkpoint.stateful import HeldTensor
 from smpc.codegen.rewrite.tensor_parallel.layouts import Layout
+from smpc.errors import CheckpointError
 from smpc.executor.collectives import Pieces, TensorGroup, gathered, pieces_of
 from smpc.executor.sharded_state import replacement, slice_parameters, whole_of
 from smpc.in_place.skeleton import unwrapped
@@ -155,7 +156,17 @@ class Slices(dict[str, Part]):
         return self
 
 
-_transformed: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+_transformed: list[weakref.ref[nn.Module]] = []  # of this session, in the same order on all ranks
+
+
+def transformed_models() -> list[nn.Module]:
+    """The models of this session that ranks have slices of, the oldest first."""
+    return [model for model in (each() for each in _transformed) if model is not None]
+
+
+def forget_models() -> None:
+    """No model of this session is known any more: its groups have ended."""
+    _transformed.clear()
 
 
 def note_slices(model: nn.Module, slices: Slices) -> None:
@@ -164,7 +175,8 @@ def note_slices(model: nn.Module, slices: Slices) -> None:
     for name, part in slices.items():
         before = known.get(name)
         known[name] = part if before is None else dataclasses.replace(before, cuts=(*before.cuts, *part.cuts))
-    _transformed.add(model)
+    if all(model is not each for each in transformed_models()):
+        _transformed.append(weakref.ref(model))
 
 
 def slices_of(model: nn.Module) -> Slices | None:
@@ -209,30 +221,80 @@ def make_distributed(module: nn.Module, mesh: DeviceMesh) -> None:
 
 
 def _model_of(module: nn.Module) -> nn.Module | None:
-    return next((model for model in _transformed if any(module is each for each in model.modules())), None)
+    return next((model for model in transformed_models() if any(module is each for each in model.modules())), None)
 
 
-def map_parts(state: Any, change: Callable[[str, Any, Part], Any]) -> Any:
+@dataclass(frozen=True, slots=True)
+class _Held:
+    """What a model has under a name: its part, None if it is whole here; the parameter, None if FSDP1 has put it into a flat one."""
+
+    part: Part | None
+    parameter: Tensor | None
+
+    @property
+    def key(self) -> Any:
+        """Equal for what is cut alike."""
+        cuts = () if self.part is None else self.part.cuts
+        return [(cut.layout, cut.shape, cut.is_even, cut.group.process_group) for cut in cuts]
+
+    def fits(self, value: Tensor | ShardedTensor, *, is_whole: bool) -> bool:
+        """Whether a value can be what this rank has of it, or with `is_whole` all of it."""
+        if self.part is None or (self.parameter is not None and not is_whole):
+            return self.parameter is not None and value.shape == self.parameter.shape
+        return tuple(value.shape) == (self.part.shape if is_whole else self.part.own_shape)
+
+    def is_in(self, value: Tensor | ShardedTensor) -> bool:
+        """Whether a value is the parameter's memory."""
+        if self.parameter is None:
+            return False
+        own, found = (_local(each).untyped_storage().data_ptr() for each in (self.parameter, value))
+        return own == found != 0
+
+
+def map_parts(state: Any, change: Callable[[str, Any, Part], Any], *, is_whole: bool = False) -> Any:
     """A state dict with `change(path, value, part)` in place of values of parameters that this rank has parts of.
 
-    Dicts and lists are copied; other objects are the same.
+    `is_whole`: the state dict has whole tensors, otherwise what this rank has. Dicts and lists are copied; other objects are the same.
+    CheckpointError for values of which nothing tells what model they belong to, where several models have parameters of the same name and
+    slice them otherwise.
     """
-    parts = {name: part for model in _transformed for name, part in (slices_of(model) or {}).items()}
-    return _mapped_parts(state, "", parts, change) if parts else state
+    held: dict[str, list[_Held]] = {}
+    for model in transformed_models():
+        parts = dict(slices_of(model) or {})
+        parameters = {plain_name(name): each for name, each in model.named_parameters(remove_duplicate=False)}
+        for name in {**parts, **parameters}:
+            held.setdefault(name, []).append(_Held(parts.get(name), parameters.get(name)))
+    held = {name: each for name, each in held.items() if any(one.part is not None for one in each)}
+
+    def changed(value: Any, path: str) -> Any:
+        part = _part_of(value, path, _held_at(plain_name(path), held), is_whole=is_whole)
+        return value if part is None else change(path, value, part)
+
+    return _mapped_parts(state, "", changed) if held else state
 
 
-def _mapped_parts(value: Any, path: str, parts: Mapping[str, Part], change: Callable[[str, Any, Part], Any]) -> Any:
-    """A state with every part of a weight changed."""
+def _mapped_parts(value: Any, path: str, changed: Callable[[Any, str], Any]) -> Any:
+    """A state with every tensor changed."""
     if isinstance(value, Stateful):
         value = value.state_dict()
     if isinstance(value, dict):
-        return {key: _mapped_parts(each, f"{path}.{key}", parts, change) for key, each in value.items()}
+        return {key: _mapped_parts(each, f"{path}.{key}", changed) for key, each in value.items()}
     if isinstance(value, list):
-        return [_mapped_parts(each, f"{path}.{number}", parts, change) for number, each in enumerate(value)]
-    if isinstance(value, (Tensor, ShardedTensor)):
-        part = _part_at(plain_name(path), parts)
-        return value if part is None else change(path, value, part)
-    return value
+        return [_mapped_parts(each, f"{path}.{number}", changed) for number, each in enumerate(value)]
+    return changed(value, path) if isinstance(value, (Tensor, ShardedTensor)) else value
+
+
+def _part_of(value: Tensor | ShardedTensor, path: str, held: Sequence[_Held], *, is_whole: bool) -> Part | None:
+    """The part that a value is of: models may have the same names."""
+    if len(held) > 1:
+        own = [each for each in held if each.is_in(value)]
+        held = own or [each for each in held if each.fits(value, is_whole=is_whole)]
+    if any(each.key != held[0].key for each in held):
+        raise CheckpointError(
+            f"{path.removeprefix('.')}: expected one model with a parameter of this name, or models that are sliced alike, found "
+            f"{len(held)} whose slices differ; give their parameters different names: put one of them into a module before transform"
+        )
+    return held[0].part if held else None
 
 
 def as_boxes(state: Any) -> Any:
@@ -249,15 +311,15 @@ def _boxed_part(path: str, value: Tensor | ShardedTensor, part: Part) -> Any:
     return HeldTensor.like(_local(value), part.shape, shards)
 
 
-def _part_at(path: str, parts: Mapping[str, Part]) -> Part | None:
-    """The part of the longest name that a path goes through: `optimizer.state.lm_head.weight.exp_avg`."""
+def _held_at(path: str, held: Mapping[str, Sequence[_Held]]) -> Sequence[_Held]:
+    """What models have under the longest name that a path goes through: `optimizer.state.lm_head.weight.exp_avg`."""
     steps = path.split(".")
     for length in range(len(steps), 0, -1):
         for first in range(len(steps) - length + 1):
-            found = parts.get(".".join(steps[first : first + length]))
+            found = held.get(".".join(steps[first : first + length]))
             if found is not None:
                 return found
-    return None
+    return ()
 
 
 def _shards(value: Tensor | ShardedTensor) -> Iterator[Box]:
