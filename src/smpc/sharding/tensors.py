@@ -84,8 +84,13 @@ def updating_parts(optimizer: torch.optim.Optimizer) -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        if "Sharding propagation failed" not in str(error):
-            raise
+        refuse_parts(optimizer, error)
+        raise
+
+
+def refuse_parts(optimizer: torch.optim.Optimizer, error: RuntimeError) -> None:
+    """ConfigUnsupportedError if an optimizer's step has failed because torch does not have an operation for parts of tensors."""
+    if "Sharding propagation failed" in str(error):
         raise ConfigUnsupportedError(
             f"{type(optimizer).__name__}: expected an optimizer whose operations torch {torch.__version__} has for sharded parameters, "
             f"found {str(error).splitlines()[0]} Use another optimizer, such as AdamW, or leave out what shards the parameters"

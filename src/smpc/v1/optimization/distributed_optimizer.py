@@ -41,7 +41,7 @@ from torch.utils.hooks import RemovableHandle
 from smpc.checkpoint.stateful import Held, Purpose, asked_by_torch
 from smpc.errors import ConfigError, ConfigTypeError, UsageError
 from smpc.optimizers.gradients import check_finite, clip_by, norm_of
-from smpc.sharding.tensors import as_state_of, updating_parts
+from smpc.sharding.tensors import as_state_of, refuse_parts
 from smpc.v1.layout.absent import AbsentParameter, reading_gradients
 from smpc.v1.model.distributed_model import DistributedModel
 from smpc.v1.optimization.equal_optimizers import OptimizerAgreement
@@ -336,8 +336,11 @@ class DistributedOptimizer(ShardedNames):
             self._norm = self.clip_master_grads(self._max_norm)
         with watched, self._reading(closure):
             if self._updates.is_plain:
-                with updating_parts(self.optimizer):
+                try:
                     return self.optimizer.step() if closure is None else self.optimizer.step(closure)
+                except RuntimeError as error:
+                    refuse_parts(self.optimizer, error)
+                    raise
             if closure is not None:
                 raise UsageError(
                     "optimizer.step: closures are for fp32 training without shard_optimizer_state; run the step function first, "
