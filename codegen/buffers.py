@@ -23,13 +23,12 @@ from dataclasses import dataclass
 from smpc.codegen.lower import lower
 from smpc.codegen.program import Channel, Instruction, Op, Schedule
 from smpc.partitioner.memory.deferred import Messages
-from smpc.partitioner.memory.peak import RECEIVE_WINDOW
+from smpc.partitioner.memory.peak import LEAST_POOLED, RECEIVE_WINDOW
 from smpc.tracer.ir import TensorSpec
 
 _RECEIVES = (Op.RECV, Op.RECV_GRAD)
 _SENDS = (Op.SEND, Op.SEND_GRAD)
 _ACTIONS = (Op.FORWARD, Op.BACKWARD, Op.WEIGHT)
-LEAST_POOLED = 64 * 1024  # bytes; below, allocating is faster than looking for a free buffer, and none is kept
 TRIES = 4  # buffers are taken and given back in nearly the same order, so a free one is near the head
 
 
@@ -124,7 +123,7 @@ class _MessageRun:
                 if instruction.op is Op.SEND and channel.source >= 0:
                     values.add((channel.source, instruction.microbatch))
         stages = Counter(stage for stage, _ in values)
-        return Messages(self._kept + self._loose - held + gradients, tuple(sorted(stages.items())))
+        return Messages(self._kept + self._loose - held + gradients, tuple(sorted(stages.items())), self._kept)
 
     def _hand_back(self, channel: Channel, microbatch: int) -> None:
         """The gradient of a value that the rank's previous stage has made."""

@@ -57,7 +57,7 @@ from smpc.partitioner.graph.trace_graph import (
     stages_by_rank,
 )
 from smpc.partitioner.memory.deferred import ActionUse
-from smpc.partitioner.memory.peak import Resident, StageMemory, StageUse, on_one_rank, stage_memory
+from smpc.partitioner.memory.peak import Resident, StageMemory, StageUse, distinct_state, on_one_rank, stage_memory
 from smpc.partitioner.problem import LARGEST, IntArray, Scale, relative_gap, stage_costs
 from smpc.partitioner.solvers.bound import lower_bound
 from smpc.partitioner.solvers.chain import ChainSolution, solve_chain
@@ -349,7 +349,10 @@ def _memories(analysis: Analysis, crossing: Crossing, uses: Sequence[StageUse]) 
         there = {index: memory.kept for index, memory in found.items() if use.ranks[index] == use.ranks[use.index]}
         found[use.index] = stage_memory(graph, costs, replace(use, kept_before=there), crossing.edges)
     for rank in sorted({use.ranks[use.index] for use in uses}):
-        found |= on_one_rank({use.index: found[use.index] for use in uses if use.ranks[use.index] == rank})
+        own = [use for use in uses if use.ranks[use.index] == rank]
+        state = distinct_state(graph.trace, sorted({i for use in own for i in use.state}))
+        update = costs.optimizer_scratch(spec for spec in state if spec.is_parameter)
+        found |= on_one_rank({use.index: found[use.index] for use in own}, update)
     return found
 
 

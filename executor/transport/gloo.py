@@ -23,11 +23,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from smpc.codegen.buffers import LEAST_POOLED, TRIES
+from smpc.codegen.buffers import TRIES
 from smpc.errors import TransportError
 from smpc.executor.host_memory.shared_memory import connect
 from smpc.executor.transport.messages import WireFormat
 from smpc.executor.transport.rings import LIMIT, Post, Rings, ring_bytes
+from smpc.partitioner.memory.peak import LEAST_POOLED
 
 _TAG, _MAIL_TAG = 0x5350, 0x5351  # any numbers that users' own send and recv are unlikely to take
 DEFAULT_TIMEOUT = datetime.timedelta(minutes=30)

@@ -46,6 +46,7 @@ class Messages(NamedTuple):
     sent: tuple[
         tuple[int, int], ...
     ] = ()  # by stage, microbatches whose values are not known to have arrived, or to be taken
+    kept: int = 0  # of `num_bytes` and of what microbatches have, buffers that stay for the next step
 
 
 class Beside(NamedTuple):

@@ -34,7 +34,7 @@ The peak is the largest of, with k microbatches in flight of m, and n over the n
                      gradients sent back for it, which stay until the end of the step
     behind them      over gloo, with offloading: of the last microbatches, all of which are back, their activations, and for the others what
                      the last backward has for them
-    optimizer        what its step makes and drops
+    optimizer        what its step makes and drops; over gloo also the buffers that are kept for the messages of the next step
 
 Where backwards are split (zero bubble), and where a rank has several stages, `smpc.partitioner.memory.deferred` has the phases instead:
 peaks of the stages of a rank are then what each holds when all of them hold most. The bounds of solvers
@@ -83,6 +83,7 @@ from smpc.tracer.ir import Node, NodeKind, Region, StateSpec, Trace
 
 Bytes = int | IntArray
 RECEIVE_WINDOW = 4  # messages of a peer that the executor receives ahead
+LEAST_POOLED = 64 * 1024  # bytes; below, allocating is faster than looking for a free buffer, and none is kept
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,6 +105,7 @@ class StageMemory:
         None  # by actions: the most of all microbatches in flight; of several stages, at the peak
     )
     after_step_bytes: int = 0  # while the optimizer works, beyond parameters, buffers and optimizer state
+    update_bytes: int = 0  # of these, what its step makes and drops
     actions: StageActions | None = None  # where the peak is found by them
     kept: frozenset[int] = frozenset()  # storages that a microbatch keeps from F to B
 
@@ -260,12 +262,14 @@ def stage_memory(graph: Graph, cost_model: CostModel, use: StageUse, edges: Sequ
         assert isinstance(found, int), found
         during_step = found
     during_step += communication
-    after_step = gradient_bytes + cost_model.optimizer_scratch(parameters)
+    update = cost_model.optimizer_scratch(parameters)
+    after_step = gradient_bytes + update
     held_bytes = parameter_bytes
+    after_step += _pooled_bytes(graph.trace, cost_model, use, edges)
     if cost_model.units is not None:
         held_bytes = sum(cost_model.copy_bytes(spec) for spec in parameters)
         parts = (-(-cost_model.gradient_bytes(spec) // cost_model.optimizer_of(spec).shards) for spec in parameters)
-        after_step = sum(parts) + cost_model.optimizer_scratch(parameters)
+        after_step = sum(parts) + update
     peak = held_bytes + optimizer_bytes + buffer_bytes + max(during_step, after_step)
     known = parameter_bytes + gradient_bytes + optimizer_bytes + buffer_bytes + communication
     known += activations.of(use.num_in_flight, use.resident) if in_flight is None else in_flight
@@ -283,6 +287,7 @@ def stage_memory(graph: Graph, cost_model: CostModel, use: StageUse, edges: Sequ
         deferred,
         in_flight,
         after_step,
+        update,
         actions,
         activations.saved.kept,
     )
@@ -313,8 +318,11 @@ def _is_narrow_input(node: Node) -> bool:
     return node.kind is NodeKind.PLACEHOLDER and dtype is not None and dtype.is_floating_point and dtype.itemsize < 4
 
 
-def on_one_rank(stages: Mapping[int, StageMemory]) -> dict[int, StageMemory]:
-    """The stages of a rank, each with its part of the rank's peak, where its actions are known; else with its own peak."""
+def on_one_rank(stages: Mapping[int, StageMemory], update_bytes: int) -> dict[int, StageMemory]:
+    """The stages of a rank, each with its part of the rank's peak, where its actions are known; else with its own peak.
+
+    `update_bytes`: what the optimizer's step of all of them makes and drops.
+    """
     actions = {index: memory.actions for index, memory in stages.items() if memory.actions is not None}
     if len(actions) < len(stages) or len(stages) == 1:
         return dict(stages)
@@ -322,6 +330,12 @@ def on_one_rank(stages: Mapping[int, StageMemory]) -> dict[int, StageMemory]:
         i: share._replace(held=stages[i].communication_bytes + share.held) for i, share in rank_shares(actions).items()
     }
     after = {index: RankShare(memory.after_step_bytes, 0) for index, memory in stages.items()}
+    seen = [b.messages for own in actions.values() for b in own.use.forwards if b.messages is not None]
+    first = min(stages)
+    more = (
+        update_bytes - sum(memory.update_bytes for memory in stages.values()) + max((m.kept for m in seen), default=0)
+    )
+    after[first] = after[first]._replace(held=after[first].held + more)
     most = max(during, after, key=lambda shares: sum(share.held for share in shares.values()))
     found: dict[int, StageMemory] = {}
     for index, memory in stages.items():
@@ -583,6 +597,22 @@ def _communication_bytes(graph: Graph, cost_model: CostModel, use: StageUse, edg
     if cost_model.holds_sent:
         shared = [i for i in use.state if i in use.holders]
         total += sum((use.holders[i] - 1) * cost_model.copy_bytes(trace.state[i]) for i in shared)
+    return total
+
+
+def _pooled_bytes(trace: Trace, cost_model: CostModel, use: StageUse, edges: Sequence[Edge]) -> int:
+    """Over gloo, receive buffers that are kept for the next step, of a rank with one stage."""
+    if not cost_model.holds_sent or use.has_neighbours:
+        return 0
+    peers, total = [_peer(use, edge) for edge in edges], 0
+    for edge, peer in zip(edges, peers, strict=True):
+        arrives = edge.destination == use.index
+        if peer is None or (edge.source == INPUTS and (use.holds_inputs or not arrives)):
+            continue
+        ahead = -(-RECEIVE_WINDOW // max(1, peers.count(peer)))
+        sizes = [_bytes_of(trace, name) for name in edge.values if arrives or _needs_gradient(trace, name)]
+        number = min(use.num_microbatches, use.num_in_flight + ahead if arrives else ahead + 1)
+        total += number * sum(size for size in sizes if size >= LEAST_POOLED)
     return total
 
 
