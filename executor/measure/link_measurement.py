@@ -46,6 +46,7 @@ def measure_wire(transport: Transport, rank: int, num_ranks: int, device: torch.
             results[first] = torch.tensor(times, dtype=torch.float64)
     _share_results(transport, rank, num_ranks, results)
     transport.flush()
+    transport.forget()
     if num_ranks == 1:
         return Wire(float("inf"), 0.0)
     small, large = (statistics.median(results[:, column].tolist()) for column in (0, 1))

@@ -243,6 +243,10 @@ class GlooTransport:
         """Buffers of received tensors, which are used again."""
         return self._pool.held()
 
+    def forget(self) -> None:
+        """Let go of these buffers."""
+        self._pool = BufferPool()
+
     def close(self) -> None:
         """Drop what is under way and close the connections."""
         for sent in self._sent:

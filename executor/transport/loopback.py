@@ -78,6 +78,9 @@ class LoopbackTransport:
         """Nothing: what was sent is what is received."""
         return iter(())
 
+    def forget(self) -> None:
+        """There are none."""
+
     def close(self) -> None:
         """Drop every message that this rank has sent or would receive."""
         for pair, queue in self._queues.items():

@@ -154,5 +154,8 @@ class Transport(Protocol):
     def held(self) -> Iterator[Tensor]:
         """Buffers that it keeps from one step to the next."""
 
+    def forget(self) -> None:
+        """Between steps: keep none of them, as other messages come next."""
+
     def close(self) -> None:
         """After a failure: drop what is under way and close the connections, so that peers that wait wake up."""

@@ -129,6 +129,9 @@ class NcclTransport:
         """Nothing: buffers are the allocator's."""
         return iter(())
 
+    def forget(self) -> None:
+        """There are none."""
+
     def close(self) -> None:
         """Abort the communicators."""
         self._sent.clear()
