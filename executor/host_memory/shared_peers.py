@@ -60,14 +60,9 @@ class Peers:
                 self._ends.register(peer.alive, select.POLLIN)
         self.is_closed = False
 
-    @property
-    def is_forked(self) -> bool:
-        """Whether this is a child of the process whose memory it is."""
-        return os.getpid() != self._pid
-
     def close(self) -> None:
         """Tell the others that this rank is gone. For any thread, any number of times; in a forked child it does nothing."""
-        if self.is_closed or self.is_forked:
+        if self.is_closed or os.getpid() != self._pid:
             return
         self.is_closed = True
         self._words[self._gone[self._rank]] = 1
@@ -77,7 +72,7 @@ class Peers:
 
     def check_open(self) -> None:
         """UsageError in a forked child, TransportError once the memory was closed."""
-        if self.is_forked:
+        if os.getpid() != self._pid:
             raise UsageError(
                 "a forked child of a rank called a collective; process groups belong to the process that made them: start processes that "
                 "communicate with the spawn method, and make groups there"

@@ -116,8 +116,7 @@ def prepare(
     ignored = _ignored_parameters(model, config)
     policies = _precision_policies(units, config, precision)
     is_meta = _check_meta(model, config)
-    for line in config.told:
-        warnings.warn(line, stacklevel=3)
+    _tell_of_fields(config)
     is_hybrid = config.is_hybrid or config.sharding_strategy == "NO_SHARD"
     prepared = Prepared(model, config, _mesh_to_prepare(device_type, degrees, slices, is_hybrid=is_hybrid))
     meshes = meshes_of(own.values(), device_type)
@@ -151,6 +150,11 @@ def prepare(
     if config.verbose and dist.get_global_rank() == 0:
         _print_prepared(prepared, units, policies, degrees)
     return prepared
+
+
+def _tell_of_fields(config: FSDPConfig) -> None:
+    for line in config.told:
+        warnings.warn(line, stacklevel=4)
 
 
 def _precision_policies(
