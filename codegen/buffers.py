@@ -74,9 +74,7 @@ class _MessageRun:
         self._released: Counter[int] = Counter()
         self._values: dict[tuple[int, int], list[_MessageBuffer]] = defaultdict(list)
         self._gradients: dict[tuple[int, int], list[_MessageBuffer]] = defaultdict(list)
-        self._waiting: set[tuple[int, int]] = (
-            set()
-        )  # (source, microbatch) of values for the rank's next stage, until it runs
+        self._waiting: set[tuple[int, int]] = set()  # (source, microbatch) of values for another stage of the rank
         self._running: set[tuple[int, int]] = set()  # microbatches whose activations are there
         for instruction in self._program:
             if instruction.op in _RECEIVES:

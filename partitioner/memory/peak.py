@@ -101,9 +101,7 @@ class StageMemory:
     peak_bytes: int
     offloaded_bytes: int = 0  # of the activations, what is offloaded
     deferred_bytes: int = 0  # of one microbatch between B and W, where the backward is split
-    in_flight_bytes: int | None = (
-        None  # by actions: the most of all microbatches in flight; of several stages, at the peak
-    )
+    in_flight_bytes: int | None = None  # by actions: the most of all in flight; of several stages, at the peak
     after_step_bytes: int = 0  # while the optimizer works, beyond parameters, buffers and optimizer state
     update_bytes: int = 0  # of these, what its step makes and drops
     actions: StageActions | None = None  # where the peak is found by them
@@ -134,9 +132,7 @@ class StageUse:
     regions: tuple[Region, ...] = ()  # what it computes again, outer ones first
     resident: Resident | None = None  # None: nothing is offloaded
     actions: ActionUse | None = None  # None: no backward is split and the rank has one stage, or something is offloaded
-    kept_before: Mapping[int, frozenset[int]] = field(
-        default_factory=dict
-    )  # by earlier stage of the rank, its storages
+    kept_before: Mapping[int, frozenset[int]] = field(default_factory=dict)  # by earlier stage of the rank
 
     @property
     def num_in_flight(self) -> int:
@@ -265,11 +261,11 @@ def stage_memory(graph: Graph, cost_model: CostModel, use: StageUse, edges: Sequ
     update = cost_model.optimizer_scratch(parameters)
     after_step = gradient_bytes + update
     held_bytes = parameter_bytes
-    after_step += _pooled_bytes(graph.trace, cost_model, use, edges)
     if cost_model.units is not None:
         held_bytes = sum(cost_model.copy_bytes(spec) for spec in parameters)
         parts = (-(-cost_model.gradient_bytes(spec) // cost_model.optimizer_of(spec).shards) for spec in parameters)
         after_step = sum(parts) + update
+    after_step += _pooled_bytes(graph.trace, cost_model, use, edges)
     peak = held_bytes + optimizer_bytes + buffer_bytes + max(during_step, after_step)
     known = parameter_bytes + gradient_bytes + optimizer_bytes + buffer_bytes + communication
     known += activations.of(use.num_in_flight, use.resident) if in_flight is None else in_flight
@@ -579,7 +575,7 @@ def _communication_bytes(graph: Graph, cost_model: CostModel, use: StageUse, edg
     total = 0
     for edge, peer in zip(edges, peers, strict=True):
         gradients, kinds = _gradient_bytes(trace, edge), max(1, peers.count(peer))
-        ahead = -(-window // kinds)
+        ahead = _window_of(peers, peer)
         more: float = received_ahead(num_microbatches, use.num_in_flight, ahead)
         back: float = min(num_microbatches, ahead + 1)
         if use.has_neighbours:  # the window is of all their messages, and one stage has a gradient at a time
@@ -609,11 +605,16 @@ def _pooled_bytes(trace: Trace, cost_model: CostModel, use: StageUse, edges: Seq
         arrives = edge.destination == use.index
         if peer is None or (edge.source == INPUTS and (use.holds_inputs or not arrives)):
             continue
-        ahead = -(-RECEIVE_WINDOW // max(1, peers.count(peer)))
+        ahead = _window_of(peers, peer)
         sizes = [_bytes_of(trace, name) for name in edge.values if arrives or _needs_gradient(trace, name)]
         number = min(use.num_microbatches, use.num_in_flight + ahead if arrives else ahead + 1)
         total += number * sum(size for size in sizes if size >= LEAST_POOLED)
     return total
+
+
+def _window_of(peers: Sequence[int | None], peer: int | None) -> int:
+    """Messages of one edge that are received ahead: all kinds of messages of a peer share the window."""
+    return -(-RECEIVE_WINDOW // max(1, peers.count(peer)))
 
 
 def _gradient_bytes(trace: Trace, edge: Edge) -> int:
