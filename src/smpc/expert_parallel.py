@@ -37,6 +37,7 @@ from smpc.experts.listed import spread_out
 from smpc.experts.stacked import Options, cut
 from smpc.experts.structure import Found, Listed, Stacked, find_experts, register_experts, shared_and_trained
 from smpc.experts.whole import ExpertHoldings
+from smpc.optimizers.split_parameters import note_split
 
 _ROUTERS = ("none", "balanced")
 _GRADIENTS = ("mean", "sum")
@@ -62,6 +63,8 @@ class ExpertParallelModule(nn.Module):
         self.group, self.experts, self.left_whole = group, dict(experts), dict(left_whole)
         self._holdings = holdings
         self.model = model
+        if group.process_group is not None:
+            note_split(model, holdings.own(), group.process_group)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """What the whole model returns for this rank's inputs."""

@@ -29,6 +29,7 @@ from smpc.compile.result import Traced
 from smpc.errors import ConfigError
 from smpc.executor.collectives import TensorGroup
 from smpc.executor.sharded_state import load_whole, slice_parameters, whole_of
+from smpc.optimizers.split_parameters import note_split
 from smpc.recorded_module import RecordedModule, build_program, check_not_shared, record_modes
 from smpc.tracer.ir import Trace
 from smpc.tracer.record import Recording
@@ -61,6 +62,8 @@ class ShardedModule(RecordedModule):
         place(model, rewritten, group)
         self._begin(model)
         self._programs[model.training] = build_program(model, trace, traced)
+        if group.process_group is not None:
+            note_split(model, self.layouts, group.process_group)
 
     @property
     def rewritten(self) -> ShardedTrace:

@@ -10,7 +10,7 @@ While a `DistributedModel` exists, torch's functions check their arguments:
 
 Tensors outside the model are left to torch, and so is a model that every rank has whole: the same code runs on the same tensors.
 
-Names imported earlier change, too: see `smpc.optimizers.torch_clipping`. Why not a subclass of Parameter: see docs/design/decisions.md, 24.
+Names imported earlier change, too: see `smpc.optimizers.torch_patches`. Why not a subclass of Parameter: see docs/design/decisions.md, 24.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from torch import Tensor
 
 from smpc.errors import StepError, UsageError
 from smpc.optimizers.gradients import clip_by
-from smpc.optimizers.torch_clipping import Tensors, listed, replace_clipping
+from smpc.optimizers.torch_patches import Tensors, listed, replace_clipping
 from smpc.v1.model.distributed_model import DistributedModel
 from smpc.v1.optimization.fused import SessionNormGroups
 from smpc.v1.session.process_state import state

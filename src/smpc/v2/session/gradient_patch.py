@@ -17,7 +17,7 @@ from __future__ import annotations
 import functools
 import inspect
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -26,14 +26,17 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
-from torch.optim import Optimizer
-from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from smpc.errors import ConfigError, ConfigUnsupportedError, UsageError
+from smpc.errors import ConfigUnsupportedError, UsageError
 from smpc.mesh import Axis
-from smpc.optimizers import NormGroups
-from smpc.optimizers.elementwise import is_elementwise, is_elementwise_in_trial
-from smpc.optimizers.torch_clipping import Tensors, listed, replace_clipping
+from smpc.optimizers.torch_patches import (
+    Tensors,
+    check_optimizers,
+    listed,
+    replace_clipping,
+    replace_method,
+    replace_unscaling,
+)
 from smpc.v2.grad_norm import clip_shared
 from smpc.v2.state_handler import Session
 from smpc.v2.transforming.slices import plain_name, slices_of, transformed_models
@@ -48,8 +51,13 @@ def note_unit(unit: FullyShardedDataParallel) -> None:
 
 def patch_gradients(session: Session) -> list[Callable[[], None]]:
     """Patch torch for a session; the functions that take it back."""
-    hook = register_optimizer_step_pre_hook(_check_optimizer)
-    return [replace_clipping(_MAKERS), _patch_fsdp1_clipping(), _patch_scaler(), _patch_replicas(session), hook.remove]
+    return [
+        replace_clipping(_MAKERS),
+        replace_method(FullyShardedDataParallel, "clip_grad_norm_", _clip_grad_norm_of_fsdp1),
+        replace_method(DistributedDataParallel, "__init__", functools.partial(_replicated, session)),
+        replace_unscaling(_groups_of_parts),
+        check_optimizers(_parts_in, "degrees with which each rank has whole parameters"),
+    ]
 
 
 # -- what ranks have parts of ----------------------------------------------------------------------------------------------
@@ -147,32 +155,24 @@ def _get_total_norm(original: Callable[..., Any]) -> Callable[..., Any]:
 _MAKERS = {"clip_grad_norm_": _clip_grad_norm, "_get_total_norm": _get_total_norm}
 
 
-def _patch_fsdp1_clipping() -> Callable[[], None]:
+def _clip_grad_norm_of_fsdp1(original: Callable[..., Any]) -> Callable[..., Any]:
     """FSDP1's own norm is over its shards; with slices also over the ranks that have the others."""
-    original = FullyShardedDataParallel.clip_grad_norm_
 
-    @functools.wraps(original)
     def clip_grad_norm_(self: FullyShardedDataParallel, max_norm: float, norm_type: float = 2.0) -> Tensor:
         if slices_of(self) is None:
-            return original(self, max_norm, norm_type)
+            found: Tensor = original(self, max_norm, norm_type)
+            return found
         return clip_shared(self, float(max_norm), float(norm_type))
 
-    FullyShardedDataParallel.clip_grad_norm_ = clip_grad_norm_  # type: ignore[method-assign]
-
-    def undo() -> None:
-        FullyShardedDataParallel.clip_grad_norm_ = original  # type: ignore[method-assign]
-
-    return undo
+    return clip_grad_norm_
 
 
 # -- replicas --------------------------------------------------------------------------------------------------------------
 
 
-def _patch_replicas(session: Session) -> Callable[[], None]:
+def _replicated(session: Session, original: Callable[..., Any]) -> Callable[..., Any]:
     """DistributedDataParallel gives all ranks of its group the first one's parameters, so these have the same slices."""
-    original = DistributedDataParallel.__init__
 
-    @functools.wraps(original)
     def init(self: Any, module: nn.Module, *args: Any, **kwargs: Any) -> None:
         if _has_slices(module.parameters()) is not None:
             given = inspect.signature(original).bind(self, module, *args, **kwargs).arguments
@@ -181,12 +181,7 @@ def _patch_replicas(session: Session) -> Callable[[], None]:
                 kwargs["process_group"] = own
         original(self, module, *args, **kwargs)
 
-    DistributedDataParallel.__init__ = init  # type: ignore[method-assign]
-
-    def undo() -> None:
-        DistributedDataParallel.__init__ = original  # type: ignore[method-assign]
-
-    return undo
+    return init
 
 
 def _group_of_replicas(session: Session, given: dist.ProcessGroup | None) -> dist.ProcessGroup:
@@ -208,53 +203,15 @@ def _group_of_replicas(session: Session, given: dist.ProcessGroup | None) -> dis
 # -- loss scales and optimizers ----------------------------------------------------------------------------------------------
 
 
-def _held_by(optimizer: Optimizer) -> list[Tensor]:
-    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+def _groups_of_parts(parameters: Sequence[Tensor]) -> list[dist.ProcessGroup | None]:
+    """The ranks that have parts of the same parameters: all of the session, or those of a unit of FSDP1."""
+    if _has_slices(parameters) is not None:
+        return [None]
+    unit = _unit_of(parameters)
+    return [] if unit is None else [unit.process_group]
 
 
-def _patch_scaler() -> Callable[[], None]:
-    """Ranks whose parts are finite skip the step with those whose parts are not, and have the same scale afterwards."""
-    original = torch.amp.GradScaler._unscale_grads_
-
-    @functools.wraps(original)
-    def unscale_grads(self: Any, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
-        found = original(self, optimizer, *args, **kwargs)
-        held = _held_by(optimizer)
-        unit = _unit_of(held)
-        is_shared = _has_slices(held) is not None
-        if unit is None and not is_shared:
-            return found
-        device = self._scale.device
-        anywhere = torch.full((1,), max((float(each) for each in found.values()), default=0.0), device=device)
-        dist.all_reduce(anywhere, dist.ReduceOp.MAX, None if is_shared else unit.process_group)
-        return {device: anywhere}
-
-    torch.amp.GradScaler._unscale_grads_ = unscale_grads  # type: ignore[method-assign]
-
-    def undo() -> None:
-        torch.amp.GradScaler._unscale_grads_ = original  # type: ignore[method-assign]
-
-    return undo
-
-
-_checked: weakref.WeakSet[Optimizer] = weakref.WeakSet()
-
-
-def _check_optimizer(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-    """Raise ConfigError before the first step of an optimizer that looks at whole parameters of which this rank has parts."""
-    if optimizer in _checked:
-        return
-    _checked.add(optimizer)
-    held = _held_by(optimizer)
-    parts = "slices of a transformed model" if _sliced(held) is not None else ""
-    parts = parts or ("shards of FullyShardedDataParallel" if _unit_of(held) is not None else "")
-    groups = getattr(optimizer, "norm_groups", None)
-    if not parts or is_elementwise(optimizer) or (isinstance(groups, NormGroups) and groups.shard_group is not None):
-        return
-    if not is_elementwise_in_trial(optimizer):
-        _checked.discard(optimizer)
-        raise ConfigError(
-            f"{type(optimizer).__name__}: expected an optimizer whose update of an element depends on that element alone, found one that "
-            f"gives other values to the halves of a tensor than to the whole of it, for {parts}; use another optimizer such as AdamW, "
-            "smpc.optimizers.FusedLamb with shard_group, or degrees with which each rank has whole parameters"
-        )
+def _parts_in(parameters: Sequence[Tensor]) -> str:
+    if _sliced(parameters) is not None:
+        return "slices of a transformed model"
+    return "" if _unit_of(parameters) is None else "shards of FullyShardedDataParallel"

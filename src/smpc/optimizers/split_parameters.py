@@ -1,0 +1,160 @@
+"""Models of which the ranks of a group hold parts, outside of a session, and what torch does with their gradients.
+
+    note_split(model, names, group)          the ranks of `group` have other parts of these parameters, and the same of all others
+
+    a script calls                            then
+    torch.nn.utils.clip_grad_norm_            the norm of all ranks' parts, each whole parameter counted once
+    torch.nn.utils.get_total_norm             refused
+    torch.amp.GradScaler                      an overflow of one rank counts for all
+    DistributedDataParallel                   refused over ranks that have other parts: it would give all of them the first one's
+    the first step of an optimizer            refused if an element's update depends on others of the parameter
+
+By themselves these see this rank's part and no more, so that ranks would take other steps, without a word. torch is changed when the first
+model is noted, and stays so: models that are not noted are left to it.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import weakref
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from smpc.errors import UsageError
+from smpc.optimizers.gradients import clip_by
+from smpc.optimizers.norm_groups import NormGroups, sum_norms
+from smpc.optimizers.torch_patches import (
+    Tensors,
+    check_optimizers,
+    listed,
+    replace_clipping,
+    replace_method,
+    replace_unscaling,
+)
+
+_split: weakref.WeakKeyDictionary[nn.Module, list[tuple[frozenset[str], dist.ProcessGroup]]] = (
+    weakref.WeakKeyDictionary()
+)
+
+
+def note_split(model: nn.Module, names: Collection[str], group: dist.ProcessGroup) -> None:
+    """The ranks of `group` hold parts of the model's parameters of these names. A model may be split over several groups."""
+    _patch_torch()
+    _split.setdefault(model, []).append((frozenset(names), group))
+
+
+def groups_of(tensors: Sequence[Tensor]) -> dict[int, tuple[dist.ProcessGroup, ...]]:
+    """By id, of those parameters and gradients among `tensors` that are parts: the groups that have the others."""
+    given = {id(tensor) for tensor in tensors}
+    found: dict[int, tuple[dist.ProcessGroup, ...]] = {}
+    for model, splits in _split.items():
+        for name, parameter in model.named_parameters(remove_duplicate=False):
+            groups = tuple(group for names, group in splits if name in names)
+            if groups:
+                found.update((id(each), groups) for each in (parameter, parameter.grad) if id(each) in given)
+    return found
+
+
+def _all_groups(tensors: Sequence[Tensor]) -> list[dist.ProcessGroup]:
+    return list(dict.fromkeys(group for groups in groups_of(tensors).values() for group in groups))
+
+
+@functools.cache
+def _patch_torch() -> None:
+    replace_clipping({"clip_grad_norm_": _clip_grad_norm, "_get_total_norm": _get_total_norm})
+    replace_method(DistributedDataParallel, "__init__", _replicated)
+    replace_unscaling(_all_groups)
+    check_optimizers(
+        lambda held: "parts of a model that was given to shard" if groups_of(held) else "", "leave them whole"
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Parts(NormGroups):
+    """Norms of which each group sums one number: of listed experts, ranks may have gradients of other numbers.
+
+    `split`: see `groups_of`. `asked`: the parameters that were given, also those that have no gradient on this rank.
+    """
+
+    split: Mapping[int, tuple[dist.ProcessGroup, ...]] = field(default_factory=dict)
+    asked: Sequence[Tensor] = ()
+
+    def groups_of(self, parameter: Tensor) -> tuple[dist.ProcessGroup, ...]:
+        """See NormGroups."""
+        found = NormGroups.groups_of(self, parameter)
+        return (*found, *(group for group in self.split.get(id(parameter), ()) if group not in found))
+
+    def total_norm(self, norms: Tensor, parameters: Sequence[Tensor], order: float = 2.0) -> Tensor:
+        """See NormGroups."""
+        own = [self.groups_of(parameter) for parameter in parameters]
+        totals = []
+        for groups in dict.fromkeys(self.groups_of(parameter) for parameter in self.asked):
+            places = [place for place, found in enumerate(own) if found == groups]
+            total = torch.linalg.vector_norm(norms[places], order) if places else norms.new_zeros(())
+            for group in groups:
+                total = sum_norms(total, order, group)
+            totals.append(total)
+        norm: Tensor = torch.linalg.vector_norm(torch.stack(totals), order)
+        return norm
+
+
+def _clip_grad_norm(original: Callable[..., Any]) -> Callable[..., Any]:
+    def clip_grad_norm_(
+        parameters: Tensors,
+        max_norm: float,
+        norm_type: float = 2.0,
+        error_if_nonfinite: bool = False,
+        foreach: bool | None = None,
+    ) -> Any:
+        if torch.compiler.is_compiling():
+            return original(parameters, max_norm, norm_type, error_if_nonfinite, foreach)
+        parameters, given = listed(parameters)
+        split = groups_of(given)
+        if not split:
+            return original(parameters, max_norm, norm_type, error_if_nonfinite, foreach)
+        return clip_by(given, max_norm, norm_type, error_if_nonfinite, _Parts(split=split, asked=given), None)
+
+    return clip_grad_norm_
+
+
+def _get_total_norm(original: Callable[..., Any]) -> Callable[..., Any]:
+    def get_total_norm(tensors: Tensors, *args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling():
+            return original(tensors, *args, **kwargs)
+        tensors, given = listed(tensors)
+        if groups_of(given):
+            raise UsageError(
+                "get_total_norm: expected tensors that this rank has whole, found parts of a model whose other parts other ranks have; "
+                "torch.nn.utils.clip_grad_norm_(parameters, float('inf')), on every rank, returns the norm of all gradients and changes "
+                "none"
+            )
+        return original(tensors, *args, **kwargs)
+
+    return get_total_norm
+
+
+def _replicated(original: Callable[..., Any]) -> Callable[..., Any]:
+    def init(self: Any, module: nn.Module, *args: Any, **kwargs: Any) -> None:
+        given = inspect.signature(original).bind(self, module, *args, **kwargs).arguments
+        replicas = given.get("process_group") or (
+            given["device_mesh"].get_group() if given.get("device_mesh") else None
+        )
+        with_same = set(dist.get_process_group_ranks(replicas))
+        for group in _all_groups(list(module.parameters())):
+            others = (with_same & set(dist.get_process_group_ranks(group))) - {dist.get_rank()}
+            if others:
+                raise UsageError(
+                    f"DistributedDataParallel: expected a process group of ranks that have the same parts of parameters, found "
+                    f"{sorted(with_same)}, of which {sorted(others)} have other parts than rank {dist.get_rank()}; give "
+                    "process_group the ranks with the same parts, one of each group that was given to shard"
+                )
+        original(self, module, *args, **kwargs)
+
+    return init

@@ -1,0 +1,158 @@
+"""torch's own functions for gradients, exchanged for others that know more of parameters, and a check of optimizers that are given parts.
+
+    undo = replace_clipping({"clip_grad_norm_": lambda original: ...})
+    undo = replace_method(DistributedDataParallel, "__init__", lambda original: ...)
+    undo = replace_unscaling(lambda parameters: [group])      # torch.amp.GradScaler: an overflow of one rank counts for all of the group
+
+Several may exchange the same function: each calls what was there before it, and taking one back leaves the others in place.
+
+Each of torch's functions that clip is `_no_grad(function)`, a closure over the inner function. The content of that cell is exchanged, so
+that names imported earlier (`from torch.nn.utils import clip_grad_norm_`, accelerate) change, too, and no attribute of torch is replaced.
+"""
+
+from __future__ import annotations
+
+import functools
+import types
+import weakref
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn.utils import clip_grad
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from smpc.errors import ConfigError
+from smpc.optimizers.elementwise import is_elementwise, is_elementwise_in_trial
+from smpc.optimizers.norm_groups import NormGroups
+
+Tensors = Tensor | Iterable[Tensor]
+Maker = Callable[[Callable[..., Any]], Callable[..., Any]]
+Undo = Callable[[], None]
+
+
+class _Exchange:
+    """One function of torch's, and what is put in its place: a chain of makers over the original."""
+
+    def __init__(self, original: Callable[..., Any], put: Callable[[Callable[..., Any]], None]) -> None:
+        self._original, self._put = original, put
+        self._makers: list[Maker] = []
+
+    def add(self, make: Maker) -> Undo:
+        self._makers.append(make)
+        self._renew()
+
+        def undo() -> None:
+            if make in self._makers:
+                self._makers.remove(make)
+                self._renew()
+
+        return undo
+
+    def _renew(self) -> None:
+        self._put(functools.reduce(lambda found, make: make(found), self._makers, self._original))
+
+
+_exchanges: dict[tuple[object, str], _Exchange] = {}
+
+
+def replace_clipping(makers: Mapping[str, Maker]) -> Undo:
+    """Exchange functions of torch.nn.utils.clip_grad, by name, for what is made of each; the function that undoes it."""
+    undos = [_clipping(name).add(make) for name, make in makers.items()]
+
+    def undo() -> None:
+        for each in reversed(undos):
+            each()
+
+    return undo
+
+
+def _clipping(name: str) -> _Exchange:
+    key = (clip_grad, name)
+    if key not in _exchanges:
+        cell = _cell_of(getattr(clip_grad, name))
+        _exchanges[key] = _Exchange(cell.cell_contents, lambda function: setattr(cell, "cell_contents", function))
+    return _exchanges[key]
+
+
+def _cell_of(wrapper: Any) -> Any:
+    """The cell in which a function under `_no_grad` finds what it calls."""
+    cells: tuple[Any, ...] = tuple(wrapper.__closure__ or ())
+    assert len(cells) == 1, f"torch.nn.utils.{wrapper.__name__} is not what it was up to torch 2.13"
+    return cells[0]
+
+
+def replace_method(owner: type, name: str, make: Maker) -> Undo:
+    """Exchange a method of a class for what is made of it; the function that undoes it."""
+    key = (owner, name)
+    if key not in _exchanges:
+        _exchanges[key] = _Exchange(getattr(owner, name), lambda function: setattr(owner, name, function))
+    return _exchanges[key].add(lambda original: functools.wraps(original)(make(original)))
+
+
+def replace_unscaling(groups_of: Callable[[Sequence[Tensor]], Iterable[dist.ProcessGroup | None]]) -> Undo:
+    """Have ranks whose gradients are finite skip the step of `torch.amp.GradScaler` with those of a group whose gradients are not.
+
+    `groups_of` the optimizer's parameters: the groups of ranks that hold parts of them (None: all ranks), alike on all of these ranks.
+    """
+
+    def make(original: Callable[..., Any]) -> Callable[..., Any]:
+        def unscale_grads(self: Any, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
+            found = original(self, optimizer, *args, **kwargs)
+            groups = list(groups_of(held_by(optimizer)))
+            if not groups:
+                return found
+            device = self._scale.device
+            anywhere = torch.full((1,), max((float(each) for each in found.values()), default=0.0), device=device)
+            for group in groups:
+                dist.all_reduce(anywhere, dist.ReduceOp.MAX, group)
+            return {device: anywhere}
+
+        return unscale_grads
+
+    return replace_method(torch.amp.GradScaler, "_unscale_grads_", make)
+
+
+def listed(given: Tensors) -> tuple[Tensors, list[Tensor]]:
+    """The argument, to be passed on unchanged, and as a list."""
+    if isinstance(given, Tensor):
+        return given, [given]
+    tensors = list(given)
+    if isinstance(given, types.GeneratorType):
+        return (tensor for tensor in tensors), tensors  # torch warns of empty ones
+    return tensors, tensors
+
+
+def held_by(optimizer: Optimizer) -> list[Tensor]:
+    """The parameters of all groups of an optimizer."""
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
+def check_optimizers(parts_in: Callable[[Sequence[Tensor]], str], way_out: str) -> Undo:
+    """Have the first step of an optimizer that looks at whole parameters raise ConfigError where this rank has parts of them.
+
+    `parts_in` the optimizer's parameters: what parts they are, in words; empty, if all are whole.
+    """
+    checked: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+
+    def check(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        if optimizer not in checked:
+            parts = parts_in(held_by(optimizer))
+            if parts and not _counts_all_parts(optimizer):
+                raise ConfigError(
+                    f"{type(optimizer).__name__}: expected an optimizer whose update of an element depends on that element alone, found "
+                    f"one that gives other values to the halves of a tensor than to the whole of it, for {parts}; use another optimizer "
+                    f"such as AdamW, smpc.optimizers.FusedLamb with shard_group, or {way_out}"
+                )
+            checked.add(optimizer)
+
+    return register_optimizer_step_pre_hook(check).remove
+
+
+def _counts_all_parts(optimizer: Optimizer) -> bool:
+    groups = getattr(optimizer, "norm_groups", None)
+    counts = isinstance(groups, NormGroups) and groups.shard_group is not None
+    return counts or is_elementwise(optimizer) or is_elementwise_in_trial(optimizer)

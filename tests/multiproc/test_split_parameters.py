@@ -1,0 +1,138 @@
+"""Usual lines of scripts beside models that `shard` has split over two ranks, as in one process or refused."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from executor_harness import run_workers
+from expert_models import make, one_process, tokens
+from torch import nn
+
+from smpc import expert_parallel, tensor_parallel
+from smpc.errors import ConfigError, UsageError
+from smpc.executor.collectives import TensorGroup
+
+STEPS = 3
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.up, self.down, self.norm = nn.Linear(8, 32), nn.Linear(32, 8), nn.LayerNorm(8)
+
+    def forward(self, x):
+        return self.norm(x + self.down(torch.relu(self.up(x))))
+
+
+def loss_of(model, step):
+    x = torch.randn(4, 8, generator=torch.Generator().manual_seed(step))
+    return (model(x) - x.flip(0)).square().mean()
+
+
+CLIPPING = {
+    "all": lambda model: nn.utils.clip_grad_norm_(model.parameters(), 0.1),
+    "largest": lambda model: nn.utils.clip_grad_norm_(model.parameters(), 0.1, norm_type=float("inf")),
+    "first": lambda model: nn.utils.clip_grad_norm_(model.parameters(), 0.1, norm_type=1.0),
+    "some": lambda model: nn.utils.clip_grad_norm_([p for n, p in model.named_parameters() if "up." in n], 0.1),
+}
+
+
+def clipped_steps(model, clip):
+    optimizer, norms = torch.optim.SGD(model.parameters(), lr=0.1), []
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        loss_of(model, step).backward()
+        norms.append(clip(model).item())
+        optimizer.step()
+    return norms
+
+
+def scaled_steps(model, poisons):
+    """Scales after each step. `poisons`: whether this process makes an element of a gradient of the second step infinite."""
+    optimizer, scales = torch.optim.SGD(model.parameters(), lr=0.1), []
+    scaler = torch.amp.GradScaler("cpu", init_scale=64.0, growth_interval=2)
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        scaler.scale(loss_of(model, step)).backward()
+        if poisons and step == 1:
+            next(p for n, p in model.named_parameters() if n.endswith("up.weight")).grad[-1, -1] = float("inf")
+        scaler.step(optimizer)
+        scaler.update()
+        scales.append(scaler.get_scale())
+    return scales
+
+
+def sharded():
+    return tensor_parallel.shard(Net(), torch.ones(4, 8), TensorGroup.of(dist.group.WORLD))
+
+
+def trains(rank, folder):
+    found = {}
+    for name, clip in CLIPPING.items():
+        model = sharded()
+        found[name] = clipped_steps(model, clip), model.whole_state_dict()
+    model = sharded()
+    return found, scaled_steps(model, rank == 1), model.whole_state_dict()
+
+
+def test_clipping_and_loss_scales_count_the_slices_of_all_ranks(tmp_path):
+    """Each rank had clipped by the norm of its slices, and a rank without an overflow had made the step."""
+    for found, scales, state in run_workers(trains, 2, tmp_path):
+        for name, clip in CLIPPING.items():
+            model = Net()
+            torch.testing.assert_close(found[name][0], clipped_steps(model, clip), rtol=1e-4, atol=0)
+            torch.testing.assert_close(found[name][1], model.state_dict(), rtol=1e-4, atol=1e-6)
+        model = Net()
+        assert scales == scaled_steps(model, True)
+        torch.testing.assert_close(state, model.state_dict(), rtol=1e-4, atol=1e-6)
+
+
+def refused(rank, folder):
+    model = sharded()
+    loss_of(model, 0).backward()
+    with pytest.raises(ConfigError, match=r"Adafactor: .*, for parts of a model that was given to shard; use another"):
+        torch.optim.Adafactor(model.parameters()).step()
+    with pytest.raises(UsageError, match="get_total_norm: expected tensors that this rank has whole"):
+        nn.utils.get_total_norm([parameter.grad for parameter in model.parameters()])
+    with pytest.raises(UsageError, match=rf"found \[0, 1\], of which \[{1 - rank}\] have other parts than rank {rank}"):
+        nn.parallel.DistributedDataParallel(model)
+    alone = [dist.new_group([each]) for each in range(2)][rank]
+    replica = nn.parallel.DistributedDataParallel(model, process_group=alone)
+    replica.zero_grad()
+    loss_of(replica, 0).backward()
+    own = Net()
+    loss_of(own, 0).backward()
+    whole = model.whole_gradients()
+    nn.utils.get_total_norm([parameter.grad for parameter in own.parameters()])
+    torch.optim.Adafactor(own.parameters()).step()
+    return whole
+
+
+def test_what_needs_whole_parameters_is_refused(tmp_path):
+    """Adafactor had taken norms of slices, and DistributedDataParallel given both ranks the first one's."""
+    model = Net()
+    loss_of(model, 0).backward()
+    expected = {name: parameter.grad for name, parameter in model.named_parameters()}
+    for found in run_workers(refused, 2, tmp_path):
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-6)
+
+
+def clips_experts(rank, folder, name, more):
+    model = expert_parallel.shard(make(name, **more), dist.group.WORLD)
+    model(**tokens(rank))["loss"].backward()
+    model.average_gradients()
+    return nn.utils.clip_grad_norm_(model.parameters(), 0.1).item(), model.whole_gradients()
+
+
+@pytest.mark.parametrize(("name", "more"), [("MixtralForCausalLM", {}), ("loop", {"num_experts": 5})])
+def test_clipping_counts_the_experts_of_all_ranks(tmp_path, name, more):
+    """Of five listed experts one rank has three, and the other two: each sums up its own first."""
+    model = make(name, **more)
+    _, gradients = one_process(model, [tokens(seed) for seed in range(2)])
+    for key, parameter in model.named_parameters():
+        parameter.grad = gradients.get(key)
+    norm = nn.utils.clip_grad_norm_(model.parameters(), 0.1).item()
+    for found, clipped in run_workers(clips_experts, 2, tmp_path, name, more):
+        assert found == pytest.approx(norm, rel=1e-9)
+        for key, gradient in gradients.items():
+            torch.testing.assert_close(clipped[key], gradient, rtol=1e-9, atol=1e-12)
