@@ -13,7 +13,7 @@ from collections.abc import Callable
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from smpc.tracer.attempt import Request
+from smpc.tracer.attempt import RecordingRequest
 from smpc.tracer.environment.environment_guards import Difference
 from smpc.tracer.environment.memory_words import DictVersions
 from smpc.tracer.record import record_guarded
@@ -41,7 +41,9 @@ def main() -> None:
     ids = torch.zeros(1, 8, dtype=torch.long)
     versions = DictVersions()
     modes = ModeReader(model, versions)
-    environment = record_guarded(model, Request((), {"input_ids": ids, "labels": ids}), versions=versions).environment
+    environment = record_guarded(
+        model, RecordingRequest((), {"input_ids": ids, "labels": ids}), versions=versions
+    ).environment
     before = [dict(vars(module)) for module in model.modules()]
 
     def look() -> Difference | None:

@@ -37,7 +37,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import smpc.v1 as smp
-from smpc.calibration import Ranks, calibrate
+from smpc.calibration import CalibrationRanks, calibrate
 from smpc.calibration.operations import steady
 from smpc.compile.options import PipelineOptions
 from smpc.compile.passes import compile_batch
@@ -176,7 +176,7 @@ class Pace:
             self._model(self._rows).square().mean().backward()
         self.seconds.append(time.perf_counter() - start)
 
-    def take(self, ranks: Ranks) -> float:
+    def take(self, ranks: CalibrationRanks) -> float:
         """The median of the looks, on the average of the ranks; those to come are others. Collective."""
         found = statistics.median(self.seconds)
         self.seconds.clear()
@@ -226,7 +226,7 @@ def measure(
 def compare(args: Any) -> None:
     """What every rank runs."""
     torch.manual_seed(0)
-    ranks = Ranks.here()
+    ranks = CalibrationRanks.here()
     pace = Pace()
     device = find_device(args.device) if args.device else calibrate(ranks, args.seconds, pace.look)
     usual = None if args.device else pace.take(ranks)

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 
 from smpc.codegen.lower import lower
 from smpc.codegen.program import Channel, Instruction, Op, Schedule
-from smpc.partitioner.memory.deferred import Messages
+from smpc.partitioner.memory.deferred import HeldMessages
 from smpc.partitioner.memory.peak import LEAST_POOLED, RECEIVE_WINDOW
 from smpc.tracer.ir import TensorSpec
 
@@ -34,7 +34,7 @@ TRIES = 4  # buffers are taken and given back in nearly the same order, so a fre
 
 def messages_by_action(
     schedule: Schedule, channels: tuple[Channel, ...], num_ranks: int
-) -> dict[int, tuple[Messages, ...]]:
+) -> dict[int, tuple[HeldMessages, ...]]:
     """By rank that has several stages, what it holds of messages during each of its actions."""
     programs = lower(schedule, channels, num_ranks=num_ranks)
     wanted = [rank for rank, actions in enumerate(schedule) if len({action.stage for action in actions}) > 1]
@@ -59,14 +59,14 @@ class _MessageRun:
         self._loose = 0  # bytes of buffers that are not kept
         self._kept = 0
 
-    def second_step(self) -> tuple[Messages, ...]:
+    def second_step(self) -> tuple[HeldMessages, ...]:
         """By action."""
         told = {peer: tuple(numbers) for peer, numbers in self._told.items()}
         self._step()
         self._told = {peer: deque(numbers) for peer, numbers in told.items()}
         return self._step()
 
-    def _step(self) -> tuple[Messages, ...]:
+    def _step(self) -> tuple[HeldMessages, ...]:
         self._expected: dict[int, deque[Instruction]] = defaultdict(deque)
         self._posted: dict[int, deque[list[_MessageBuffer] | None]] = defaultdict(deque)  # None: a mask
         self._seen: set[tuple[int, int]] = set()  # (peer, edge) whose mask is there
@@ -93,7 +93,7 @@ class _MessageRun:
             self._free(buffers)
         return tuple(found)
 
-    def _act(self, instruction: Instruction) -> Messages:
+    def _act(self, instruction: Instruction) -> HeldMessages:
         key = instruction.stage, instruction.microbatch
         if instruction.op is Op.FORWARD:
             self._running.add(key)
@@ -110,7 +110,7 @@ class _MessageRun:
             self._free(self._gradients.pop(key, []))
         return found
 
-    def _now(self) -> Messages:
+    def _now(self) -> HeldMessages:
         held = sum(buffer.num_bytes for key in self._running for buffer in self._values.get(key, ()))
         gradients = 0
         values = set(self._waiting)
@@ -121,7 +121,7 @@ class _MessageRun:
                 if instruction.op is Op.SEND and channel.source >= 0:
                     values.add((channel.source, instruction.microbatch))
         stages = Counter(stage for stage, _ in values)
-        return Messages(self._kept + self._loose - held + gradients, tuple(sorted(stages.items())), self._kept)
+        return HeldMessages(self._kept + self._loose - held + gradients, tuple(sorted(stages.items())), self._kept)
 
     def _hand_back(self, channel: Channel, microbatch: int) -> None:
         """The gradient of a value that the rank's previous stage has made."""

@@ -40,7 +40,7 @@ from dataclasses import dataclass
 
 from smpc.codegen.program import Action, Instruction, Op, Schedule, split_backwards
 from smpc.partitioner.graph.plan import HostLink, Plan
-from smpc.partitioner.memory.deferred import ActionUse, Beside, Messages
+from smpc.partitioner.memory.deferred import ActionUse, Beside, HeldMessages
 from smpc.partitioner.memory.peak import Resident
 
 _TASKS = (Op.FORWARD, Op.BACKWARD, Op.WEIGHT)
@@ -83,7 +83,7 @@ def resident(schedule: Schedule, num_stages: int, horizon: int) -> tuple[Residen
 
 
 def action_uses(
-    schedule: Schedule, num_stages: int, messages: Mapping[int, Sequence[Messages]] | None = None
+    schedule: Schedule, num_stages: int, messages: Mapping[int, Sequence[HeldMessages]] | None = None
 ) -> tuple[ActionUse, ...] | None:
     """By stage, what there is beside its actions; None where no backward is split, and every rank has one stage.
 

@@ -24,7 +24,7 @@ from enum import StrEnum
 from smpc.errors import ScheduleError
 
 
-class Part(StrEnum):
+class SlicePart(StrEnum):
     """A part of a rank's slice: all of it, or one of its two pieces."""
 
     ALL = "all"
@@ -38,8 +38,8 @@ class RingStep:
 
     rank: int
     source: int
-    queries: Part | None
-    keys: Part
+    queries: SlicePart | None
+    keys: SlicePart
     causal: bool
     sends_to: int | None  # passes on keys and values meanwhile
     receives_from: int | None
@@ -55,12 +55,12 @@ def ring_steps(rank: int, num_ranks: int, *, causal: bool, mirrored: bool) -> tu
     steps = []
     for i in range(num_ranks):
         source = (rank - i) % num_ranks
-        queries: Part | None = Part.ALL
-        keys = Part.ALL
+        queries: SlicePart | None = SlicePart.ALL
+        keys = SlicePart.ALL
         if causal and source < rank and mirrored:
-            keys = Part.FIRST
+            keys = SlicePart.FIRST
         elif causal and source > rank:
-            queries = Part.SECOND if mirrored else None
+            queries = SlicePart.SECOND if mirrored else None
         last = i == num_ranks - 1
         ahead, behind = (rank + 1) % num_ranks, (rank - 1) % num_ranks
         steps.append(
@@ -82,7 +82,7 @@ def pairs_of_work(rank: int, num_ranks: int, *, causal: bool, mirrored: bool) ->
     work = 0.0
     for step in ring_steps(rank, num_ranks, causal=causal, mirrored=mirrored):
         if step.queries is not None:
-            sizes = [2.0 if part is Part.ALL else 1.0 for part in (step.queries, step.keys)]
+            sizes = [2.0 if part is SlicePart.ALL else 1.0 for part in (step.queries, step.keys)]
             work += sizes[0] * sizes[1] * (0.5 if step.causal else 1.0)
     return work
 
@@ -115,9 +115,9 @@ def _prove_pairs(programs: list[tuple[RingStep, ...]], *, causal: bool, mirrored
                 )
 
 
-def _ring_pieces(rank: int, num_ranks: int, part: Part, mirrored: bool) -> tuple[int, ...]:
+def _ring_pieces(rank: int, num_ranks: int, part: SlicePart, mirrored: bool) -> tuple[int, ...]:
     own = (rank, 2 * num_ranks - 1 - rank) if mirrored else (2 * rank, 2 * rank + 1)
-    return own if part is Part.ALL else own[:1] if part is Part.FIRST else own[1:]
+    return own if part is SlicePart.ALL else own[:1] if part is SlicePart.FIRST else own[1:]
 
 
 def _prove_messages(programs: list[tuple[RingStep, ...]]) -> None:

@@ -54,7 +54,7 @@ _COMPUTES = (NodeKind.CALL_FUNCTION, NodeKind.CALL_MODULE, NodeKind.SET_ATTR)
 def split(trace: Trace, plan: Plan, units: Collection[str] = ()) -> tuple[StageCode, ...]:
     """Stage codes in stage order. `units`: names of modules that run what is inside of them. CodegenError for a plan of another trace."""
     _check_same(trace, plan)
-    program = _Program(trace, plan, units)
+    program = _TraceFacts(trace, plan, units)
     return tuple(_StageWriter(program, index).write() for index in range(len(plan.stages)))
 
 
@@ -90,7 +90,7 @@ def _check_same(trace: Trace, plan: Plan) -> None:
         )
 
 
-class _Program:
+class _TraceFacts:
     """The facts about the trace that all stages need."""
 
     def __init__(self, trace: Trace, plan: Plan, units: Collection[str] = ()) -> None:
@@ -155,7 +155,7 @@ class _Statement:
 class _StageWriter:
     """Writes the code of one stage."""
 
-    program: _Program
+    program: _TraceFacts
     index: int
     statements: list[_Statement] = field(default_factory=list)
     modules: dict[str, None] = field(default_factory=dict)

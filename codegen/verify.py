@@ -85,7 +85,7 @@ def verify(
             problems.append(f"stage {stage} has {peak} microbatches in flight, more than its bound of {bound}")
     if problems:
         raise ScheduleError("\n".join(problems))
-    _Run(programs, expectation, rendezvous).run()
+    _EventRun(programs, expectation, rendezvous).run()
     return peaks
 
 
@@ -243,7 +243,7 @@ def _peaks_in_flight(programs: Sequence[Sequence[Instruction]], expectation: Exp
     return tuple(peaks)
 
 
-class _Run:
+class _EventRun:
     """The discrete-event run: where each rank is, and the messages under way as (position of the send, its receive)."""
 
     def __init__(self, programs: Sequence[Sequence[Instruction]], expectation: Expectation, rendezvous: bool) -> None:

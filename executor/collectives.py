@@ -51,7 +51,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._subclasses.fake_tensor import is_fake
 
-from smpc.executor.host_memory.shared_memory import HostLink
+from smpc.executor.host_memory.shared_memory import GroupMemory
 from smpc.executor.host_memory.shared_slots import SUMMED, SharedSlots, slices_of
 
 _PAIR = 2
@@ -65,13 +65,13 @@ class TensorGroup:
     process_group: dist.ProcessGroup | None = None  # None: a group of one
     rank: int = 0
     size: int = 1
-    _link: HostLink | None = field(init=False, repr=False, compare=False, default=None)
+    _link: GroupMemory | None = field(init=False, repr=False, compare=False, default=None)
 
     def __post_init__(self) -> None:
         assert 0 <= self.rank < self.size, f"rank {self.rank} of a group of {self.size}"
         assert self.size == 1 or self.process_group is not None, "several ranks need a process group"
         if self.process_group is not None and self.size > 1:
-            object.__setattr__(self, "_link", HostLink.of(self.process_group))
+            object.__setattr__(self, "_link", GroupMemory.of(self.process_group))
 
     @classmethod
     def of(cls, process_group: dist.ProcessGroup) -> TensorGroup:

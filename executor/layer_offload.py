@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
 
-class _Saved:
+class _OffloadedTensor:
     """A saved tensor: on the device, in CPU memory, or both; the event says when it is loaded back. Autograd's graph holds it."""
 
     __slots__ = ("__weakref__", "arrived", "device", "host", "place", "value")
@@ -42,7 +42,7 @@ class LayerOffload:
     def __init__(self, horizon: int) -> None:
         assert horizon >= 1, f"a horizon of {horizon} layers"
         self._horizon = horizon
-        self._saved: list[weakref.ref[_Saved]] = []
+        self._saved: list[weakref.ref[_OffloadedTensor]] = []
         self._hooks = saved_tensors_hooks(self._pack, self._unpack)
         self._stream: torch.cuda.Stream | None = None
 
@@ -55,22 +55,22 @@ class LayerOffload:
     ) -> None:
         self._hooks.__exit__(kind, error, trace)
 
-    def _pack(self, tensor: Tensor) -> Tensor | _Saved:
+    def _pack(self, tensor: Tensor) -> Tensor | _OffloadedTensor:
         base = tensor._base if tensor._is_view() else tensor
         if type(tensor) is not Tensor or not tensor.requires_grad or base is None or base.is_leaf:
             return tensor
-        saved = _Saved(tensor.detach(), len(self._saved))
+        saved = _OffloadedTensor(tensor.detach(), len(self._saved))
         self._saved.append(weakref.ref(saved))
         earlier = self._at(saved.place - self._horizon)
         if earlier is not None:
             self._leave(earlier)
         return saved
 
-    def _at(self, place: int) -> _Saved | None:
+    def _at(self, place: int) -> _OffloadedTensor | None:
         """The value saved at a place; None if there is none, or it is no longer needed."""
         return self._saved[place]() if place >= 0 else None
 
-    def _unpack(self, saved: Tensor | _Saved) -> Tensor:
+    def _unpack(self, saved: Tensor | _OffloadedTensor) -> Tensor:
         if isinstance(saved, Tensor):
             return saved
         self._load(saved)
@@ -83,7 +83,7 @@ class LayerOffload:
         value, saved.value = saved.value, None if saved.host is not None else saved.value
         return value
 
-    def _leave(self, saved: _Saved) -> None:
+    def _leave(self, saved: _OffloadedTensor) -> None:
         """Copy to CPU memory, and free the device's."""
         if saved.value is None or saved.host is not None:
             return
@@ -98,7 +98,7 @@ class LayerOffload:
         saved.value.record_stream(stream)
         saved.value = None
 
-    def _load(self, saved: _Saved) -> None:
+    def _load(self, saved: _OffloadedTensor) -> None:
         """Copy back to the device."""
         if saved.value is not None or saved.host is None:
             return

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor, nn
 
-from smpc.codegen.rewrite.tensor_parallel.layouts import Kind, Layout
+from smpc.codegen.rewrite.tensor_parallel.layouts import Layout, LayoutKind
 from smpc.errors import PartitionError, UsageError
 from smpc.executor.collectives import TensorGroup, gathered, in_own_order
 from smpc.executor.tensor_ops import own_part
@@ -59,14 +59,14 @@ def check_no_hooks(model: nn.Module, layouts: Mapping[str, Layout]) -> None:
 
 def slice_of(whole: Tensor, layout: Layout, group: TensorGroup) -> Tensor:
     """This rank's part of a tensor, outside autograd."""
-    if layout.kind is not Kind.SHARDED:
+    if layout.kind is not LayoutKind.SHARDED:
         return whole.detach()
     return own_part(whole.detach(), layout.dim, group, layout.blocks, layout.mirrored)
 
 
 def whole_of(part: Tensor, layout: Layout, group: TensorGroup) -> Tensor:
     """The tensor that the ranks' parts make up, outside autograd. All ranks must call it."""
-    if layout.kind is not Kind.SHARDED or group.size == 1:
+    if layout.kind is not LayoutKind.SHARDED or group.size == 1:
         return part.detach()
     parts = gathered(part.detach(), layout.dim, group)
     return in_own_order(parts, layout.dim, group.size, layout.blocks, layout.mirrored)
@@ -84,7 +84,7 @@ def load_whole(
     parts = {}
     for name, tensor in own.items():
         if name in state:
-            parts[name] = slice_of(state[name], layouts.get(name, Layout(Kind.REPLICATED)), group)
+            parts[name] = slice_of(state[name], layouts.get(name, Layout(LayoutKind.REPLICATED)), group)
             if parts[name].shape != tensor.shape:
                 wrong.append(
                     f"{name}: expected a slice of shape {tuple(tensor.shape)}, found {tuple(parts[name].shape)}"

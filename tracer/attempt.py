@@ -26,7 +26,7 @@ from smpc.errors import SmpcError, TraceError
 from smpc.tracer.effects.randomness import ModuleGenerators, kept
 from smpc.tracer.effects.side_effects import watching_conversions
 from smpc.tracer.effects.torch_calls import tensors_in, uncompiled
-from smpc.tracer.environment.environment_guards import Guard, Names
+from smpc.tracer.environment.environment_guards import EnvironmentGuard, Names
 from smpc.tracer.environment.outside_reads import PARALLEL, OutsideRead
 from smpc.tracer.environment.reads import noting_reads
 from smpc.tracer.environment.state_changes import Leftovers, Survivors, UnsettledError, check_histories, refusal
@@ -55,7 +55,7 @@ class LookCloselyError(Exception):
 
 
 @dataclass(frozen=True)
-class Request:
+class RecordingRequest:
     """The recording to make: see `smpc.tracer.record.record`."""
 
     args: tuple[Any, ...]
@@ -74,7 +74,7 @@ class Subject:
 
     model: nn.Module
     names: dict[int, str]
-    request: Request
+    request: RecordingRequest
     leaves: frozenset[str]
     sizes: DataSized
     survivors: Survivors
@@ -83,12 +83,12 @@ class Subject:
 
 
 @dataclass(frozen=True)
-class Run:
+class Attempt:
     """A trace, its guards, and the guards that do not hold after the run, with the state that the run has left there."""
 
     trace: Trace
-    guards: tuple[Guard, ...]
-    changed: tuple[Guard, ...]
+    guards: tuple[EnvironmentGuard, ...]
+    changed: tuple[EnvironmentGuard, ...]
     after: tuple[Frozen, ...]  # what each of them held after the run
     contexts: tuple[set[str], ...]  # of each change: see `Reads.contexts`
     refusal: str  # of the first change
@@ -102,7 +102,7 @@ class Run:
     used: frozenset[str] | None  # of attributes that count; None: any may
 
 
-def record_once(subject: Subject) -> Run:
+def record_once(subject: Subject) -> Attempt:
     """Runs the model. Raises UntraceableError, SizeAskedError for a size that is to be asked for, and LookCloselyError."""
     model, request = subject.model, subject.request
     if len(FakeTensorMode.cache) > _MAX_CACHED_FAKES:
@@ -223,7 +223,7 @@ def _check_submodules(model: nn.Module, before: _Submodules) -> None:
             )
 
 
-def _finished(model: nn.Module, recorder: Recorder, output: Any, before: _Submodules) -> Run:
+def _finished(model: nn.Module, recorder: Recorder, output: Any, before: _Submodules) -> Attempt:
     """The result of a run."""
     _check_submodules(model, before)
     trace, reads = recorder.finish(output), recorder.reads
@@ -239,7 +239,7 @@ def _finished(model: nn.Module, recorder: Recorder, output: Any, before: _Submod
     contexts = tuple(reads.contexts(guard) for guard in changed)
     text = refusal(changed[0]) if changed else ""
     after = tuple(freeze(guard.place.read(), lambda tensor: AnyTensor()) for guard in changed)
-    return Run(
+    return Attempt(
         trace,
         guards,
         changed,

@@ -24,7 +24,7 @@ import torch
 from torch import nn
 
 from smpc.errors import TraceError
-from smpc.tracer.attempt import LookCloselyError, Request, Run, Subject, record_once
+from smpc.tracer.attempt import Attempt, LookCloselyError, RecordingRequest, Subject, record_once
 from smpc.tracer.environment.environment_guards import Environment, TableLike, tables_of
 from smpc.tracer.environment.memory_words import DictVersions
 from smpc.tracer.environment.object_identity import Aliases, read_tensors
@@ -79,7 +79,7 @@ def record(
     Raises TraceError if what cannot be recorded is the model's own forward; the message says where.
     """
     place, inputs = torch.device(device), (tuple(args), dict(kwargs or {}))
-    request = Request(*inputs, place, answers, autocast, tuple(shown), buffers)
+    request = RecordingRequest(*inputs, place, answers, autocast, tuple(shown), buffers)
     return _recorded(model, request, leaf_modules).trace
 
 
@@ -92,7 +92,7 @@ class Recording:
 
 
 def record_guarded(
-    model: nn.Module, request: Request, leaf_modules: Sequence[str] = (), versions: DictVersions | None = None
+    model: nn.Module, request: RecordingRequest, leaf_modules: Sequence[str] = (), versions: DictVersions | None = None
 ) -> Recording:
     """Records one forward run, and the guards under which the trace is valid. `versions`: see `Environment`.
 
@@ -111,7 +111,7 @@ def record_guarded(
     return Recording(run.trace, Environment(guards, tables, versions, leave))
 
 
-def _recorded(model: nn.Module, request: Request, leaf_modules: Sequence[str]) -> Run:
+def _recorded(model: nn.Module, request: RecordingRequest, leaf_modules: Sequence[str]) -> Attempt:
     """The run that is right."""
     names = {id(module): name for name, module in reversed(list(model.named_modules(remove_duplicate=False)))}
     unknown = [name for name in leaf_modules if name not in names.values()]
@@ -138,9 +138,9 @@ class _Attempts:
 
     model: nn.Module
     names: dict[int, str]
-    request: Request
+    request: RecordingRequest
 
-    def run(self, leaves: Mapping[str, None]) -> Run:
+    def run(self, leaves: Mapping[str, None]) -> Attempt:
         """The run that is right. Raises the first UntraceableError."""
         answers = self.request.answers
         if answers is not None:  # from the last attempt of another rank
@@ -153,7 +153,7 @@ class _Attempts:
                 return self._repeat(leaves, everywhere=True)
             raise
 
-    def _repeat(self, leaves: Mapping[str, None], *, everywhere: bool) -> Run:
+    def _repeat(self, leaves: Mapping[str, None], *, everywhere: bool) -> Attempt:
         asked: frozenset[str] = frozenset()
         first_error: UntraceableError | None = None
         while True:
@@ -171,7 +171,7 @@ class _Attempts:
                     raise UntraceableError(text, first_error.module) from first_error.__cause__
                 leaves = {**leaves, **more}
 
-    def _attempt(self, leaves: Mapping[str, None], sizes: DataSized) -> Run:
+    def _attempt(self, leaves: Mapping[str, None], sizes: DataSized) -> Attempt:
         subject = Subject(self.model, self.names, self.request, frozenset(leaves), sizes, Survivors())
         with subject.survivors:
             run = _settled(subject, _run_looking(subject))
@@ -179,7 +179,7 @@ class _Attempts:
         return run
 
 
-def _run_looking(subject: Subject) -> Run:
+def _run_looking(subject: Subject) -> Attempt:
     """A run, made once more where somebody has used a generator of random numbers, to see who it was."""
     try:
         return record_once(subject)
@@ -187,7 +187,7 @@ def _run_looking(subject: Subject) -> Run:
         return record_once(dataclasses.replace(subject, sizes=subject.sizes.again(), closely=True))
 
 
-def _settled(subject: Subject, run: Run) -> Run:
+def _settled(subject: Subject, run: Attempt) -> Attempt:
     """The run, if what it has changed changes nothing about the trace; else UntraceableError."""
     if not run.changed:
         return _undisturbed(subject, run)
@@ -214,7 +214,7 @@ def _settled(subject: Subject, run: Run) -> Run:
     raise UntraceableError(run.refusal, subject.model.get_submodule(owner) if owner else None)
 
 
-def _undisturbed(subject: Subject, run: Run) -> Run:
+def _undisturbed(subject: Subject, run: Attempt) -> Attempt:
     """The run, if what it has read from outside the process changes nothing about the trace; else UntraceableError."""
     if not run.outside or subject.request.answers is not None:
         return run

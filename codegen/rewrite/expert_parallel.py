@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from torch import nn
 
 from smpc.codegen.rewrite.tensor_parallel.layouts import REPLICATED, contiguous_stride
-from smpc.codegen.rewrite.tensor_parallel.rewrite import Collective
+from smpc.codegen.rewrite.tensor_parallel.rewrite import InsertedCollective
 from smpc.config.numbers import format_bytes
 from smpc.errors import PartitionError
 from smpc.tracer.ir import Node, NodeKind, StateSpec, TensorSpec, Trace
@@ -60,7 +60,7 @@ class ExpertTrace:
     trace: Trace
     degree: int
     experts: tuple[Experts, ...]
-    collectives: tuple[Collective, ...]
+    collectives: tuple[InsertedCollective, ...]
 
     @property
     def parameters(self) -> frozenset[str]:
@@ -78,7 +78,7 @@ def divide_experts(trace: Trace, experts: Sequence[Experts], degree: int) -> Exp
     """The trace that the first of `degree` ranks runs. PartitionError for experts that are not called whole in it."""
     state = {name: spec for spec in trace.state for name in spec.names}
     local: dict[str, StateSpec | None] = {}
-    collectives: list[Collective] = []
+    collectives: list[InsertedCollective] = []
     for found in experts:
         most = -(-found.num_experts // degree)
         held = [name for member in found.members[:most] for name in member]
@@ -95,7 +95,7 @@ def divide_experts(trace: Trace, experts: Sequence[Experts], degree: int) -> Exp
     return ExpertTrace(dataclasses.replace(trace, state=divided), degree, tuple(experts), tuple(collectives))
 
 
-def shares_of(found: ExpertTrace, trace: Trace) -> tuple[Collective, ...]:
+def shares_of(found: ExpertTrace, trace: Trace) -> tuple[InsertedCollective, ...]:
     """The messages of a rank that has slices of the sequences; it runs `trace`."""
     shares = []
     for item in found.collectives:
@@ -135,14 +135,14 @@ def _calls_of_experts(trace: Trace, found: Experts) -> list[Node]:
     return calls
 
 
-def _traffic_of_call(trace: Trace, node: Node, found: Experts, per_expert: int, degree: int) -> Collective:
+def _traffic_of_call(trace: Trace, node: Node, found: Experts, per_expert: int, degree: int) -> InsertedCollective:
     """The messages of a rank for a call: each row goes to its expert and back, and so do the gradients."""
     spec = _result_of_experts(trace, node)
     rows = _rows_of_tokens(trace, node, found, per_expert)
     row = 0 if spec is None else _width_of_rows(trace, spec, found) * spec.torch_dtype.itemsize
     sent = 2 * rows * row * (degree - 1) // degree
     backward = sent if spec is not None and spec.requires_grad else 0
-    return Collective(node.name, _FUNCTION, node.name, REPLICATED, REPLICATED, found.module, sent, backward)
+    return InsertedCollective(node.name, _FUNCTION, node.name, REPLICATED, REPLICATED, found.module, sent, backward)
 
 
 def _result_of_experts(trace: Trace, node: Node) -> TensorSpec | None:

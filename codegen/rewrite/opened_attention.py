@@ -20,7 +20,7 @@ from typing import Any
 
 from torch.nn import functional
 
-from smpc.codegen.rewrite.kernels.graph import Call, Graph, Replacement
+from smpc.codegen.rewrite.kernels.graph import KernelCall, NodeUsers, Replacement
 from smpc.codegen.rewrite.kernels.rewrite import Measurer, splice
 from smpc.tracer.constants import Ref, TraceDevice
 from smpc.tracer.ir import Node, TensorSpec, Trace
@@ -33,7 +33,7 @@ def open_attention(trace: Trace) -> Trace:
     """The trace with such calls opened; the very same if there are none."""
     if not any(node.target == TARGET for node in trace.nodes):
         return trace
-    graph, measurer = Graph(trace), Measurer(trace)
+    graph, measurer = NodeUsers(trace), Measurer(trace)
     found = []
     for node in trace.nodes:
         replacement = _replacement(graph, node) if node.target == TARGET else None
@@ -43,7 +43,7 @@ def open_attention(trace: Trace) -> Trace:
     return splice(trace, found, measurer.storages)
 
 
-def _replacement(graph: Graph, node: Node) -> Replacement | None:
+def _replacement(graph: NodeUsers, node: Node) -> Replacement | None:
     """A call and the reads of its results as other calls; None for one that stays."""
     given = inspect.signature(functional.multi_head_attention_forward).bind(*node.args, **dict(node.kwargs))
     given.apply_defaults()
@@ -68,7 +68,7 @@ class _Opened:
 
     trace: Trace
     options: dict[str, Any]
-    calls: list[Call]
+    calls: list[KernelCall]
     sizes: tuple[int, int, int] = field(init=False)  # samples, heads, elements of each
     is_batched: bool = field(init=False)
 
@@ -205,7 +205,7 @@ class _Opened:
         return [self._add(GETITEM, parts, i) for i in range(3)]
 
     def _add(self, target: str, *args: Any, kwargs: tuple[tuple[str, Any], ...] = ()) -> Ref:
-        self.calls.append(Call(target, args, kwargs))
+        self.calls.append(KernelCall(target, args, kwargs))
         return Ref(f"#{len(self.calls) - 1}")
 
     def _spec(self, value: Ref) -> TensorSpec:

@@ -15,7 +15,7 @@ from types import MappingProxyType
 
 import torch
 
-from smpc.codegen.rewrite.kernels.graph import Call, Replacement
+from smpc.codegen.rewrite.kernels.graph import KernelCall, Replacement
 from smpc.codegen.rewrite.kernels.rewrite import Measurer, splice
 from smpc.codegen.rewrite.tensor_parallel.layouts import contiguous_stride
 from smpc.codegen.rewrite.tensor_parallel.strategy import Facts, Rule, Strategy, argument, operands, short_name
@@ -50,16 +50,16 @@ def _dropout_replacements(trace: Trace) -> Iterator[Replacement]:
             yield Replacement("draw_whole", (node.name,), found)
 
 
-def _dropout_by_noise(trace: Trace, node: Node) -> tuple[Call, ...] | None:
+def _dropout_by_noise(trace: Trace, node: Node) -> tuple[KernelCall, ...] | None:
     """A dropout as a product with noise that is drawn whole."""
     given, p = argument(node, 0, "input"), argument(node, 1, "p", 0.5)
     spec = trace.node(given.name).spec if isinstance(given, Ref) else None
     if spec is None or not isinstance(p, (int, float)):
         return None
-    return (_whole_noise(spec.shape, spec.stride, p, spec.torch_dtype), Call("torch.mul", (given, Ref("#0"))))
+    return (_whole_noise(spec.shape, spec.stride, p, spec.torch_dtype), KernelCall("torch.mul", (given, Ref("#0"))))
 
 
-def _attention_by_noise(trace: Trace, node: Node) -> tuple[Call, ...] | None:
+def _attention_by_noise(trace: Trace, node: Node) -> tuple[KernelCall, ...] | None:
     """Attention with dropout, whose noise is drawn whole."""
     tensors = [argument(node, place, name) for place, name in enumerate(("query", "key", "value"))]
     mask, p = argument(node, 3, "attn_mask"), argument(node, 4, "dropout_p", 0.0)
@@ -73,8 +73,8 @@ def _attention_by_noise(trace: Trace, node: Node) -> tuple[Call, ...] | None:
     rows, columns = query.shape[-2], key.shape[-2]
     calls = []
     if argument(node, 5, "is_causal", False):
-        ones = Call("torch.ones", (rows, columns), (("dtype", torch.bool), ("device", TraceDevice())))
-        calls += [ones, Call("torch.tril", (Ref("#0"),))]
+        ones = KernelCall("torch.ones", (rows, columns), (("dtype", torch.bool), ("device", TraceDevice())))
+        calls += [ones, KernelCall("torch.tril", (Ref("#0"),))]
         mask = Ref("#1")
     shape = (*query.shape[:-1], columns)
     wide = torch.float32 if query.torch_dtype in _HALF else query.torch_dtype
@@ -84,13 +84,13 @@ def _attention_by_noise(trace: Trace, node: Node) -> tuple[Call, ...] | None:
         for place, name, default in ((6, "scale", None), (7, "enable_gqa", False))
         if (value := argument(node, place, name, default)) != default
     )
-    calls.append(Call(f"{TENSOR_OPS}.attention_with_noise", (*tensors, mask, Ref(f"#{len(calls) - 1}")), options))
+    calls.append(KernelCall(f"{TENSOR_OPS}.attention_with_noise", (*tensors, mask, Ref(f"#{len(calls) - 1}")), options))
     return tuple(calls)
 
 
-def _whole_noise(shape: tuple[int, ...], stride: tuple[int, ...], p: float, dtype: torch.dtype) -> Call:
+def _whole_noise(shape: tuple[int, ...], stride: tuple[int, ...], p: float, dtype: torch.dtype) -> KernelCall:
     options = (("dtype", dtype), ("device", TraceDevice()))
-    return Call(f"{TENSOR_OPS}.dropout_noise", (shape, stride, p), options)
+    return KernelCall(f"{TENSOR_OPS}.dropout_noise", (shape, stride, p), options)
 
 
 def _attention_with_noise(facts: Facts, node: Node) -> Iterator[Strategy]:

@@ -168,11 +168,11 @@ def _search_schedule(problem: Problem, starts: tuple[Schedule, ...], moves: int)
     policies += itertools.islice(_by_remaining_way(problem), _WORK // actions)
     for policy in policies:
         shortest = min((seconds for seconds, _ in found), default=math.inf)
-        schedule = _Run(problem, policy).run(shortest * (1.0 + _NEAR))
+        schedule = _PolicyRun(problem, policy).run(shortest * (1.0 + _NEAR))
         if schedule is not None:
             found.append((problem.makespan(schedule), schedule))
     if not found:
-        schedule = _Run(problem, Policy(is_safe=True)).run()
+        schedule = _PolicyRun(problem, Policy(is_safe=True)).run()
         assert schedule is not None, "a safe run ends"
         found.append((problem.makespan(schedule), schedule))
     best = min(found, key=lambda entry: entry[0])[1]
@@ -192,7 +192,7 @@ def with_late_weights(
     num_microbatches = 1 + max(action.microbatch for actions in schedule for action in actions)
     in_flight = (num_microbatches,) * len(placement)
     problem = Problem(tuple(placement), num_microbatches, tuple(links), costs, in_flight, tuple(slots))
-    found = _Run(problem, Policy(order=_searched_order(schedule, lag))).run()
+    found = _PolicyRun(problem, Policy(order=_searched_order(schedule, lag))).run()
     assert found is not None, "without a limit and reserved slots every run ends"
     return found
 
@@ -267,7 +267,7 @@ def _searched_order(schedule: Schedule, lag: int = 0) -> dict[Key, float]:
     return order
 
 
-class _Run:
+class _PolicyRun:
     """One policy on one problem. Ranks decide in order of time, knowing what is on its way to them."""
 
     def __init__(self, problem: Problem, policy: Policy) -> None:

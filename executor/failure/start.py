@@ -1,7 +1,7 @@
 """The start of a job: what a rank does from `smp.init` to the end of its first step, and how long others wait for it.
 
 Terms
-    phase       how far the rank has come, see `Phase`; every change is told in the store, so that it is known of a rank that is stopped
+    phase       how far the rank has come, see `StartPhase`; every change is told in the store, so that it is known of a rank that stops
     waits       the main thread is inside one and the same call of torch.distributed, or of smpc's own exchanges, from look to look of the
                 watcher. Whoever waits longer than `timeout` asks all ranks for their position, and the job ends with the answer
     gone        a rank that has ended, or has called `smp.shutdown`, before its first step. Nobody can go on who waits for it
@@ -26,7 +26,7 @@ LEFT = "smpc/left"  # store key: ranks that have ended, or left the session, eac
 _PATIENCE = 3.0  # seconds that a rank waits before it looks for ranks that are gone, and then between two looks
 
 
-class Phase(IntEnum):
+class StartPhase(IntEnum):
     """The phases of a rank until it trains."""
 
     INIT = 0
@@ -40,11 +40,11 @@ class Phase(IntEnum):
 
 
 _TEXTS = {
-    Phase.INIT: "in smp.init",
-    Phase.SCRIPT: "after smp.init, before smp.DistributedModel (building the model, loading data, other code of the script)",
-    Phase.MODEL: "in smp.DistributedModel",
-    Phase.READY: "after smp.DistributedModel, before its first step (the optimizer, data, other code of the script)",
-    Phase.STEP: "in its first step",
+    StartPhase.INIT: "in smp.init",
+    StartPhase.SCRIPT: "after smp.init, before smp.DistributedModel (building the model, loading data, other code of the script)",
+    StartPhase.MODEL: "in smp.DistributedModel",
+    StartPhase.READY: "after smp.DistributedModel, before its first step (the optimizer, data, other code of the script)",
+    StartPhase.STEP: "in its first step",
 }
 
 
@@ -61,7 +61,7 @@ class Start:
         self._store, self._rank, self._ended = store, rank, ended
         self._is_watched = timeout is not None
         self.timeout = float("inf") if timeout is None else timeout
-        self.phase = Phase.INIT
+        self.phase = StartPhase.INIT
         self.is_over = timeout is None
         self._details: list[str] = []
         self._allowed_until = 0.0
@@ -74,7 +74,7 @@ class Start:
         if self._is_watched:
             self.sign()
 
-    def enter(self, phase: Phase, detail: str = "") -> None:
+    def enter(self, phase: StartPhase, detail: str = "") -> None:
         """The rank has come to a phase, or to a part of it; it never goes back."""
         if self.is_over or phase < self.phase:
             return

@@ -60,7 +60,7 @@ class Shared:
     timeout: float
 
 
-class HostLink:
+class GroupMemory:
     """The shared memory of one process group, made when it is first asked for. Use `of`."""
 
     def __init__(self, process_group: dist.ProcessGroup) -> None:
@@ -69,7 +69,7 @@ class HostLink:
         self._slots: SharedSlots | None = None
 
     @classmethod
-    def of(cls, process_group: dist.ProcessGroup) -> HostLink:
+    def of(cls, process_group: dist.ProcessGroup) -> GroupMemory:
         """The one link of a group: all who use the group must count its collectives together."""
         found = _LINKS.get(process_group)
         if found is None:
@@ -91,7 +91,7 @@ class HostLink:
 
 
 # A property of torch's groups for which they have no attribute; entries go with them.
-_LINKS: weakref.WeakKeyDictionary[dist.ProcessGroup, HostLink] = weakref.WeakKeyDictionary()
+_LINKS: weakref.WeakKeyDictionary[dist.ProcessGroup, GroupMemory] = weakref.WeakKeyDictionary()
 
 
 def is_wanted(environ: Mapping[str, str]) -> bool:

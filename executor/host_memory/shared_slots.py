@@ -26,7 +26,7 @@ A tensor that is larger than a slot goes through in pieces, each by a collective
 `smpc.executor.host_memory.shared_peers` says how a rank waits, and which processors this is for. A cell is written in one instruction. A
 rank is gone when its group has been destroyed, or one of its collectives did not come to its end.
 
-Example: `slots.sum(tensor)` on all ranks of a group returns the sum of their tensors; `smpc.executor.host_memory.shared_memory.HostLink`
+Example: `slots.sum(tensor)` on all ranks of a group returns the sum of their tensors; `smpc.executor.host_memory.shared_memory.GroupMemory`
 has them.
 """
 

@@ -1,6 +1,6 @@
 """Measures a rank's step for reports and traces: when its instructions run, and how much memory its tensors take.
 
-Nothing of it runs unless someone asks. `Recorder` notes when instructions run:
+Nothing of it runs unless someone asks. `SpanRecorder` notes when instructions run:
 
     recorder = Recorder(device)
     interpreter.record(recorder)        # between two steps; record(None) ends it
@@ -60,7 +60,7 @@ class Span:
     end: int
 
 
-class Recorder:
+class SpanRecorder:
     """The spans of one rank since `begin`."""
 
     def __init__(self, device: torch.device) -> None:

@@ -35,7 +35,7 @@ from smpc.codegen.recompute import Checkpointing
 from smpc.codegen.stage import StageModule
 from smpc.errors import StepError, TransportError
 from smpc.executor.program.channels import MASK_DTYPE, ChannelBinder, Delivery, Inbox, Presence, mask_form
-from smpc.executor.program.frame import Frame, Handler, Inputs, Root, Step
+from smpc.executor.program.frame import Frame, Handler, Inputs, Root, StepInputs
 from smpc.executor.program.host_copies import HostCopyMover, addresses
 from smpc.executor.program.message_order import Points, other_holders, posting_points
 from smpc.executor.replicas.group_hooks import StepHooks
@@ -139,7 +139,7 @@ class Binder:
         labels: Mapping[str, str],
         peers: Sequence[RankProgram],
     ) -> None:
-        self.step = Step()
+        self.step = StepInputs()
         self._program = program
         self._modules = stages
         self._codes = {code.index: code for code in program.stages}

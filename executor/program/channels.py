@@ -35,7 +35,7 @@ from torch import Tensor
 
 from smpc.codegen.program import Channel, Instruction, RankProgram
 from smpc.errors import StepError
-from smpc.executor.program.frame import Frame, Handler, Step
+from smpc.executor.program.frame import Frame, Handler, StepInputs
 from smpc.executor.program.message_order import awaited_by_sends, told_by_receives
 from smpc.executor.transport import Receipt, Transport, WireFormat
 from smpc.partitioner.graph.plan import INPUTS
@@ -200,7 +200,7 @@ class ChannelBinder:
         self,
         program: RankProgram,
         frames: Mapping[tuple[int, int], Frame],
-        step: Step,
+        step: StepInputs,
         transport: Transport,
         device: torch.device,
         window: int,
@@ -449,7 +449,7 @@ def _keep_layout(grads: list[Tensor | None], slot: int, stride: tuple[int, ...],
         grads[slot] = gradient
 
 
-def _given_inputs(step: Step, channel: Channel, microbatch: int) -> list[Tensor]:
+def _given_inputs(step: StepInputs, channel: Channel, microbatch: int) -> list[Tensor]:
     """The model's inputs for a channel; StepError if some are missing."""
     if step.inputs is None:
         raise StepError("pipeline rank 0 needs the model's inputs, found None")

@@ -1,4 +1,4 @@
-"""What the handlers of a bound program work on: a `Frame` of tensors for each stage and microbatch, and the `Step`.
+"""What the handlers of a bound program work on: a `Frame` of tensors for each stage and microbatch, and the `StepInputs`.
 
 A frame has the tensors of one stage and one microbatch on a rank, from the first value received until the last gradient is sent:
 
@@ -19,8 +19,8 @@ An input that the stage passes on is one tensor, both input and output: its edge
 autograd adds the gradient that comes from further down first and the stage's own contributions after it, as
 in an unsplit run.
 
-A `Step` has the inputs that the caller of a step passes to the handlers. A `Handler` is an instruction with its operands looked up. It
-reads everything that differs from step to step from its program's `Step`.
+A `StepInputs` has the inputs that the caller of a step passes to the handlers. A `Handler` is an instruction with its operands looked up.
+It reads everything that differs from step to step from its program's `StepInputs`.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ OnOutput = Callable[[int, tuple[Tensor, ...]], Sequence[tuple[Tensor, Tensor | N
 
 
 @dataclass(slots=True)
-class Step:
+class StepInputs:
     """The inputs of a step."""
 
     inputs: Inputs | None = None

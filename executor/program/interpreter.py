@@ -30,7 +30,7 @@ from torch import nn
 
 from smpc.codegen.program import Op, RankProgram
 from smpc.errors import ScheduleError
-from smpc.executor.measure.spans import Recorder
+from smpc.executor.measure.spans import SpanRecorder
 from smpc.executor.program.bind import Binder
 from smpc.executor.program.frame import Inputs, OnOutput
 from smpc.executor.program.message_order import message_pairs
@@ -90,7 +90,7 @@ class Interpreter:
         """How many instructions of the step are behind it."""
         return self._position
 
-    def record(self, recorder: Recorder | None) -> None:
+    def record(self, recorder: SpanRecorder | None) -> None:
         """From the next step on, report to `recorder` when each instruction runs; None: no reports."""
         handlers = self._handlers
         if recorder is None:

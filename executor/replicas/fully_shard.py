@@ -35,7 +35,7 @@ from smpc.executor.replicas.data_parallel import broadcast
 from smpc.sharding import Keep, Sharded, ShardingOptions, Unit, shard
 
 
-class _Held(nn.Module):
+class _GatheredModules(nn.Module):
     """Modules whose parameters are there while something runs. They keep their class and their hooks, which recordings look at."""
 
     def __init__(self, modules: Sequence[nn.Module]) -> None:
@@ -47,13 +47,13 @@ class _Held(nn.Module):
         return run(*inputs)
 
 
-class _Root(_Held):
+class _ShardedRoot(_GatheredModules):
     """What is sharded: the first stage modules that share parameters, usually one; runs any that has the same parameters."""
 
     def __init__(self, stages: Sequence[nn.Module], apart: ExpertsApart | None) -> None:
         super().__init__(stages)
         found = [] if apart is None else apart.inside(self)
-        self.apart = _Held(found) if found else None
+        self.apart = _GatheredModules(found) if found else None
 
     def forward(self, run: Callable[..., Any], *inputs: Tensor) -> Any:
         """The same, with those in place that are apart."""
@@ -113,7 +113,7 @@ class StageShards:
         self._first: dict[int, int] = {}
         self._waits: dict[int, set[int]] = {}  # by that one, the stages whose last backward is still to come
         for members in _stages_sharing_shards(stages):
-            root = _Root([stages[index] for index in members], apart)
+            root = _ShardedRoot([stages[index] for index in members], apart)
             make_equal([root], group, apart)
             self._roots.update(dict.fromkeys(members, root))
             if any(True for _ in root.parameters()):

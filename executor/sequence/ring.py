@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._subclasses.fake_tensor import is_fake
 
-from smpc.codegen.ring import Part, RingStep, ring_steps
+from smpc.codegen.ring import RingStep, SlicePart, ring_steps
 from smpc.executor.collectives import TensorGroup, own_pieces
 from smpc.executor.sequence.sliced import Cut
 from smpc.executor.transport.rings import LIMIT, Post, Rings
@@ -101,7 +101,7 @@ def _gradients(ctx: Any, saved: tuple[Tensor, ...], grad: Tensor, neighbours: _N
     q, k, v, out, lse, *biases = saved
     dq = torch.zeros(q.shape, dtype=lse.dtype, device=q.device)
     travelling: Tensor | None = None  # gradients of the keys and values of the step, with the parts of ranks before
-    incoming: _Exchange | None = None
+    incoming: _RingExchange | None = None
     for step, keys, values in _around_ring(torch.stack((k, v)), neighbours, ctx.causal, ctx.mirrored):
         part: Tensor | None = None  # None: nothing to add
         if step.queries is not None:
@@ -118,7 +118,7 @@ def _gradients(ctx: Any, saved: tuple[Tensor, ...], grad: Tensor, neighbours: _N
             if part is not None:
                 travelling[:, :, :, : part.shape[3]] += part
         assert travelling is not None, "the first step is of a rank's own keys, all of them"
-        incoming = _Exchange(travelling, neighbours, _GRADIENTS)
+        incoming = _RingExchange(travelling, neighbours, _GRADIENTS)
     assert incoming is not None, "there is a step for every rank"
     return dq, incoming.wait()
 
@@ -129,7 +129,7 @@ def _around_ring(
     """Every step with the keys and values of its source; the next are on their way while the caller computes."""
     held, group = pair.contiguous(), neighbours.group
     for step in ring_steps(group.rank, group.size, causal=causal, mirrored=mirrored):
-        exchange = None if step.sends_to is None else _Exchange(held, neighbours, _KEYS)
+        exchange = None if step.sends_to is None else _RingExchange(held, neighbours, _KEYS)
         yield step, held[0], held[1]
         if exchange is not None:
             held = exchange.wait()
@@ -155,7 +155,7 @@ class _Neighbours:
             self.rings.close()
 
 
-class _Exchange:
+class _RingExchange:
     """A contiguous tensor to the next rank, one of the same shape from the one before."""
 
     def __init__(self, tensor: Tensor, neighbours: _Neighbours, tag: int) -> None:
@@ -216,11 +216,11 @@ def _together(pg: dist.ProcessGroup, device: torch.device) -> Iterator[list[dist
 
 def _rows(step: RingStep, q: Tensor) -> slice:
     half = q.shape[2] // 2
-    return slice(half, None) if step.queries is Part.SECOND else slice(None)
+    return slice(half, None) if step.queries is SlicePart.SECOND else slice(None)
 
 
 def _own_keys(step: RingStep, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-    if step.keys is Part.ALL:
+    if step.keys is SlicePart.ALL:
         return keys, values
     half = keys.shape[2] // 2
     return keys[:, :, :half], values[:, :, :half]
@@ -230,4 +230,4 @@ def _bias_of_step(step: RingStep, biases: tuple[Tensor, ...]) -> Tensor | None:
     if not biases:
         return None
     whole = biases[step.source]
-    return whole if step.keys is Part.ALL else whole[..., : whole.shape[3] // 2]
+    return whole if step.keys is SlicePart.ALL else whole[..., : whole.shape[3] // 2]

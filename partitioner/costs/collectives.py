@@ -37,7 +37,7 @@ from enum import StrEnum
 from smpc.partitioner.costs.device import Device, Group, at
 
 
-class Kind(StrEnum):
+class CollectiveKind(StrEnum):
     """The kinds of collectives: see the module docstring."""
 
     ALL_REDUCE = "all-reduce"
@@ -51,22 +51,22 @@ class Kind(StrEnum):
 IN_OPERATIONS = "in-operations"
 
 
-def collective_time(kind: Kind, num_bytes: float, group: Group, device: Device) -> float:
+def collective_time(kind: CollectiveKind, num_bytes: float, group: Group, device: Device) -> float:
     """Seconds until all ranks of a group are done; 0 for one rank, or nothing to send."""
     if group.size == 1 or num_bytes <= 0:
         return 0.0
     if group.hosts == 1 and kind in device.collectives:
         sent = _bytes_sent_by_collective(kind, num_bytes, group.size)
         return sent / at(device.collectives[kind], sent)
-    if kind is Kind.ALL_TO_ALL:
+    if kind is CollectiveKind.ALL_TO_ALL:
         return _all_to_all(num_bytes, group, device)
     latency, rate = _collective_latency(group, device), bandwidth(group, device)
-    if kind is Kind.SEND:
+    if kind is CollectiveKind.SEND:
         return latency + num_bytes / rate
     part, (ring, tree) = num_bytes * (group.size - 1) / group.size, _collective_hops(group, device)
-    if kind is Kind.ALL_REDUCE:
+    if kind is CollectiveKind.ALL_REDUCE:
         return latency + min(2 * part / rate + 2 * ring, 2 * num_bytes / rate + 2 * tree)
-    if kind is Kind.BROADCAST:
+    if kind is CollectiveKind.BROADCAST:
         return latency + num_bytes / rate + tree
     return latency + part / rate + ring
 
@@ -82,14 +82,14 @@ def sent_time(num_bytes: float, group: Group, device: Device) -> float:
     )
 
 
-def _bytes_sent_by_collective(kind: Kind, num_bytes: float, size: int) -> float:
+def _bytes_sent_by_collective(kind: CollectiveKind, num_bytes: float, size: int) -> float:
     """The bytes that a rank sends, by the table above."""
-    if kind in (Kind.BROADCAST, Kind.SEND):
+    if kind in (CollectiveKind.BROADCAST, CollectiveKind.SEND):
         return num_bytes
-    return num_bytes * (size - 1) / size * (2 if kind is Kind.ALL_REDUCE else 1)
+    return num_bytes * (size - 1) / size * (2 if kind is CollectiveKind.ALL_REDUCE else 1)
 
 
-def least_time(kind: Kind, num_bytes: float, group: Group, device: Device) -> float:
+def least_time(kind: CollectiveKind, num_bytes: float, group: Group, device: Device) -> float:
     """Seconds that a ring's bytes alone take: no collective of the kind, in however many pieces, is faster."""
     if group.size == 1 or num_bytes <= 0:
         return 0.0
@@ -97,7 +97,7 @@ def least_time(kind: Kind, num_bytes: float, group: Group, device: Device) -> fl
         return _bytes_sent_by_collective(kind, num_bytes, group.size) / max(
             rate for _, rate in device.collectives[kind]
         )
-    times = 2 if kind is Kind.ALL_REDUCE else 1
+    times = 2 if kind is CollectiveKind.ALL_REDUCE else 1
     return times * num_bytes * (group.size - 1) / group.size / bandwidth(group, device)
 
 

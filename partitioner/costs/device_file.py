@@ -81,7 +81,7 @@ from typing import Any
 from smpc.config.files import parse_toml, read_text
 from smpc.config.numbers import MAX_RANKS, parse_bytes, shown
 from smpc.errors import ConfigError, printable
-from smpc.partitioner.costs.collectives import IN_OPERATIONS, Kind
+from smpc.partitioner.costs.collectives import IN_OPERATIONS, CollectiveKind
 from smpc.partitioner.costs.device import ALL, DEVICES, PCIE4, Curve, Device, Kernels, Wire
 
 _RATES = (1e3, 1e24)  # bytes/s and FLOP/s that are believed; with others, times are beyond what a plan can count in
@@ -184,14 +184,14 @@ def read_table(path: str) -> dict[str, Any]:
 def read_device(path: str) -> Device:
     """The device that a file describes. ConfigError for everything that is wrong in it."""
     data = read_table(path)
-    reader = _Reader(path)
+    reader = _DeviceReader(path)
     found = reader.device(data)
     if reader.problems:
         raise ConfigError("\n".join(f"device {path!r}: {problem}" for problem in reader.problems))
     return found
 
 
-class _Reader:
+class _DeviceReader:
     """Reads the tables of one file and collects what is wrong in them."""
 
     def __init__(self, path: str) -> None:
@@ -300,7 +300,7 @@ class _Reader:
 
     def collectives(self, data: Mapping[str, Any]) -> dict[str, Curve]:
         """By kind, bytes/s by bytes."""
-        self.check_keys("collectives.", data, (*Kind, IN_OPERATIONS))
+        self.check_keys("collectives.", data, (*CollectiveKind, IN_OPERATIONS))
         return {key: self.curve("collectives.", data, key, (1e-3, _RATES[1])) for key in data}
 
     def curve(self, prefix: str, data: Mapping[str, Any], key: str, bounds: tuple[float, float] = _SHARES) -> Curve:

@@ -348,7 +348,7 @@ def _sent_by_source(instance: Instance, device_of: Mapping[str, int]) -> dict[tu
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
+class FoundPlacement:
     """The device of each unit, a bound that holds for all placements, the solver, and the limits that were hit."""
 
     device_of: tuple[int, ...]

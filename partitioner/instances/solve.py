@@ -42,7 +42,7 @@ import numpy as np
 
 from smpc.errors import MemoryLimitError, PartitionError
 from smpc.partitioner.instances.instance import (
-    Found,
+    FoundPlacement,
     Instance,
     Link,
     Processor,
@@ -68,9 +68,9 @@ from smpc.partitioner.solvers.staged import Staged, solve_stages
 _MAX_ILP_UNITS = 48
 
 
-def solve_row(instance: Instance, gap: float, time_limit: float) -> Found | None:
+def solve_row(instance: Instance, gap: float, time_limit: float) -> FoundPlacement | None:
     """The best placement found; None if nothing fits."""
-    numbers = _Numbers.of(instance)
+    numbers = _WholeNumbers.of(instance)
     found = _search_row(numbers, gap, time_limit)
     if found is not None and not is_within(instance, found.by_node(instance, numbers.unit_of)):
         numbers = numbers.strict()  # rounding: keep to limits rounded down
@@ -83,11 +83,11 @@ def solve_row(instance: Instance, gap: float, time_limit: float) -> Found | None
 
 def a_cut_fits(instance: Instance) -> bool:
     """Whether some cut of the nodes in topological order is within the limits, which is quick to say."""
-    return _contiguous_placement(_Numbers.of(instance)) is not None
+    return _contiguous_placement(_WholeNumbers.of(instance)) is not None
 
 
 @dataclass(frozen=True, slots=True)
-class _Numbers:
+class _WholeNumbers:
     """The instance in whole numbers; nodes that share a device are one unit."""
 
     units: Units
@@ -99,7 +99,7 @@ class _Numbers:
     strict_limits: tuple[int, ...]  # rounded down; the limits of `scale` allow for rounding
 
     @classmethod
-    def of(cls, instance: Instance) -> _Numbers:
+    def of(cls, instance: Instance) -> _WholeNumbers:
         time, _ = in_proportion([node.time for node in instance.nodes])
         in_flight = tuple(device.in_flight for device in instance.devices)
         amounts = [value for node in instance.nodes for value in (node.memory, node.activation_memory)]
@@ -121,7 +121,7 @@ class _Numbers:
         sent, _ = values(instance, unit_of)
         return cls(units, dag, scale, in_flight, sent, tuple(unit_of), tuple(limits))
 
-    def strict(self) -> _Numbers:
+    def strict(self) -> _WholeNumbers:
         """The same with limits rounded down."""
         return replace(self, scale=replace(self.scale, limits=self.strict_limits))
 
@@ -134,7 +134,7 @@ class _Numbers:
         return float(stage_costs(self.units, self.scale, self.in_flight, stage_of).max())
 
 
-def _search_row(numbers: _Numbers, gap: float, time_limit: float) -> Found | None:
+def _search_row(numbers: _WholeNumbers, gap: float, time_limit: float) -> FoundPlacement | None:
     """The best placement in a row that is found; None if limits allow none."""
     start, solver = _contiguous_placement(numbers), "chain"
     highest = numbers.cost(start) if start is not None else _everything_on_row(numbers)
@@ -159,10 +159,10 @@ def _search_row(numbers: _Numbers, gap: float, time_limit: float) -> Found | Non
         bound, note = max(bound, solution.lower_bound), solution.note
         if before is None or (solution.bottleneck, solution.received_bytes) != before:
             start, solver = solution.assignment, "ilp"
-    return None if start is None else Found(tuple(start), bound, solver, note)
+    return None if start is None else FoundPlacement(tuple(start), bound, solver, note)
 
 
-def _contiguous_placement(numbers: _Numbers) -> tuple[int, ...] | None:
+def _contiguous_placement(numbers: _WholeNumbers) -> tuple[int, ...] | None:
     """The best placement that is contiguous in one order of the units."""
     order = list(nx.lexicographical_topological_sort(numbers.dag))
     chain = ChainProblem(numbers.units.subset(order), numbers.scale, numbers.in_flight)
@@ -174,7 +174,7 @@ def _contiguous_placement(numbers: _Numbers) -> tuple[int, ...] | None:
     return tuple(placed[unit] for unit in range(len(order)))
 
 
-def _everything_on_row(numbers: _Numbers) -> float:
+def _everything_on_row(numbers: _WholeNumbers) -> float:
     """More than any device can have to do."""
     units, scale = numbers.units, replace(numbers.scale, limits=())
     alone = [
@@ -192,7 +192,7 @@ _LARGEST = 1e300
 _MAX_PROGRAM = 1500  # units x devices of an integer program
 
 
-def solve_loaded(instance: Instance, gap: float, time_limit: float) -> Found | None:
+def solve_loaded(instance: Instance, gap: float, time_limit: float) -> FoundPlacement | None:
     """The best placement found; None if nothing fits."""
     if instance.split == "free":
         return _solve_free(instance, gap, time_limit)
@@ -200,11 +200,11 @@ def solve_loaded(instance: Instance, gap: float, time_limit: float) -> Found | N
     staged = solve_stages(problem, gap)
     start, bound = staged.device_of, staged.lower_bound
     if start is None or not staged.note or staged.bottleneck <= bound * (1.0 + gap):
-        return None if start is None else Found(start, bound, "graph", staged.note)
+        return None if start is None else FoundPlacement(start, bound, "graph", staged.note)
     return _improved_loaded(problem, start, bound, staged, gap, time_limit)
 
 
-def _solve_free(instance: Instance, gap: float, time_limit: float) -> Found | None:
+def _solve_free(instance: Instance, gap: float, time_limit: float) -> FoundPlacement | None:
     """Begins with the best split into stages, if one fits."""
     problem = load_problem(instance)
     bound = simple_bound(problem)
@@ -219,13 +219,13 @@ def _solve_free(instance: Instance, gap: float, time_limit: float) -> Found | No
         found = dict(zip(unit_of, (staged[unit] for unit in joined(stages)[0]), strict=True))
         start = tuple(found[unit] for unit in range(problem.num_units))
     if problem.bottleneck(start) <= bound * (1.0 + gap):
-        return Found(start, bound, "graph")
+        return FoundPlacement(start, bound, "graph")
     return _improved_loaded(problem, start, bound, None, gap, time_limit)
 
 
 def _improved_loaded(
     problem: LoadProblem, start: tuple[int, ...], bound: float, staged: Staged | None, gap: float, time_limit: float
-) -> Found | None:
+) -> FoundPlacement | None:
     """By moves of units and the integer program. `staged`: what keeps the order of units, if they have one."""
     moved = improve_by_moves(problem, start, None if staged is None else staged.row)
     best, solver, note = moved, "graph" if moved == start else "search", "" if staged is None else staged.note
@@ -242,7 +242,7 @@ def _improved_loaded(
             best, solver = found, "ilp"
     elif reached > bound * (1.0 + gap):
         note = note or "too large for the integer program: best placement found"
-    return Found(best, bound, solver, note)
+    return FoundPlacement(best, bound, solver, note)
 
 
 def _loaded_anywhere(problem: LoadProblem) -> tuple[int, ...]:
@@ -379,7 +379,7 @@ def solve_instance(instance: Instance, gap: float = 1e-3, time_limit: float = TI
     )
 
 
-def _find_for_instance(instance: Instance, gap: float, time_limit: float) -> Found | None:
+def _find_for_instance(instance: Instance, gap: float, time_limit: float) -> FoundPlacement | None:
     return (solve_row if _is_plain(instance) else solve_loaded)(instance, gap, time_limit)
 
 

@@ -39,7 +39,7 @@ from smpc.tracer.constants import Ref
 from smpc.tracer.ir import Node, NodeKind, Region, Trace
 
 
-class Messages(NamedTuple):
+class HeldMessages(NamedTuple):
     """What a rank holds of messages: see `smpc.codegen.buffers`."""
 
     num_bytes: int  # of buffers that no microbatch in flight has, and of gradients sent
@@ -56,7 +56,7 @@ class Beside(NamedTuple):
     deferred: int
     has_gradients: bool
     others: tuple[tuple[int, Beside], ...] = ()  # the same of the rank's other stages, by stage
-    messages: Messages | None = None  # of a rank with several stages, where they are counted
+    messages: HeldMessages | None = None  # of a rank with several stages, where they are counted
 
 
 @dataclass(frozen=True, slots=True)

@@ -76,12 +76,12 @@ def footprint(trace: Trace, position: int, stride: Stride | None = None) -> Foot
 class _Footprints:
     """Those of one operation that are known, by the stride of the gradient of its result. `call` None: nothing is known."""
 
-    call: _Call | None
+    call: _Operation | None
     by_stride: dict[Stride | None, Footprint | None] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
-class _Call:
+class _Operation:
     """An operation with `specs` of its inputs; two are the same if their arguments read the same."""
 
     target: str
@@ -95,7 +95,7 @@ class _Call:
     kwargs: tuple[tuple[str, Any], ...] = field(compare=False)
 
 
-def _call(trace: Trace, node: Node) -> _Call | None:
+def _call(trace: Trace, node: Node) -> _Operation | None:
     if node.kind is not NodeKind.CALL_FUNCTION or not node.target.startswith(_OF_TORCH):
         return None
     specs = [spec for name in node.inputs if (spec := trace.node(name).spec) is not None]
@@ -114,16 +114,16 @@ def _call(trace: Trace, node: Node) -> _Call | None:
     is_differentiated = spec.requires_grad and node.grad_enabled
     first = changed[0] if changed else -1
     text = repr((args, kwargs))
-    return _Call(node.target, text, tuple(specs), first, is_view, is_differentiated, node.autocast, args, kwargs)
+    return _Operation(node.target, text, tuple(specs), first, is_view, is_differentiated, node.autocast, args, kwargs)
 
 
 @functools.lru_cache(maxsize=1 << 14)
-def _footprints_of(call: _Call | None) -> _Footprints:
+def _footprints_of(call: _Operation | None) -> _Footprints:
     """One for all operations that are the same, in whatever trace."""
     return _Footprints(call)
 
 
-def _run_once(call: _Call, stride: Stride | None) -> Footprint | None:
+def _run_once(call: _Operation, stride: Stride | None) -> Footprint | None:
     try:
         with _disable_current_modes(), torch._C.DisableTorchFunction(), warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -140,7 +140,7 @@ def _own_hooks() -> AbstractContextManager[Any]:
     return saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor)
 
 
-def _run(call: _Call, stride: Stride | None, storages: _Storages) -> Footprint:
+def _run(call: _Operation, stride: Stride | None, storages: _Storages) -> Footprint:
     arrived: dict[int, Tensor] = {}
     with torch.set_grad_enabled(call.is_differentiated):
         values = _values(call, arrived)
@@ -169,7 +169,7 @@ def _run(call: _Call, stride: Stride | None, storages: _Storages) -> Footprint:
     return Footprint(scratch, is_view, storages.most, storages.most_held, tuple(gradients))
 
 
-def _values(call: _Call, arrived: dict[int, Tensor]) -> dict[str, Tensor]:
+def _values(call: _Operation, arrived: dict[int, Tensor]) -> dict[str, Tensor]:
     """The inputs, by name."""
     token = torch.empty((), requires_grad=True)
     found: dict[str, Tensor] = {}

@@ -76,7 +76,7 @@ def saved_activations(
     `size` gives the bytes of a storage. Storages in `before` exist from the start, and take `before_bytes` together. `more` has storages
     that nodes keep beside what autograd saves, by position.
     """
-    walk = _Walk(graph, positions, size, more or {})
+    walk = _SavedWalk(graph, positions, size, more or {})
     spans = [(*walk.span(region), region) for region in regions]
     inside = [span for span in spans if span[0] < span[1]]
     level, kept = walk.scope(0, len(positions), inside, set(before), before_bytes)
@@ -86,7 +86,7 @@ def saved_activations(
 _Span = tuple[int, int, Region]
 
 
-class _Walk:
+class _SavedWalk:
     def __init__(
         self, graph: Graph, positions: Sequence[int], size: Callable[[int], int], more: Mapping[int, Sequence[int]]
     ) -> None:

@@ -38,7 +38,7 @@ def cut_bound(problem: LoadProblem, known: float) -> float:
     total, weights = divided(problem)
     walk = None
     if total > 0 and np.isfinite(known):
-        walk = _Walk.of(problem, range(problem.num_units)) or _Walk.of(problem, _narrow_cuts(problem))
+        walk = _StateWalk.of(problem, range(problem.num_units)) or _StateWalk.of(problem, _narrow_cuts(problem))
     if walk is None:
         return 0.0
     weighted = np.full(problem.costs.shape, np.inf)
@@ -79,7 +79,7 @@ class _Move:
 
 
 @dataclass(frozen=True)
-class _Walk:
+class _StateWalk:
     """The states of the dynamic program, unit by unit, and what follows from each of them."""
 
     row: tuple[int, ...]  # the units
@@ -87,7 +87,7 @@ class _Walk:
     sizes: tuple[int, ...]  # states after each place
 
     @classmethod
-    def of(cls, problem: LoadProblem, row: Sequence[int]) -> _Walk | None:
+    def of(cls, problem: LoadProblem, row: Sequence[int]) -> _StateWalk | None:
         """None if there are too many moves."""
         by_unit, place = _touching_cut(problem), {unit: i for i, unit in enumerate(row)}
         last = [max(place[unit] for unit in (value.producer, *value.consumers)) for value in problem.values]

@@ -47,7 +47,7 @@ _BYTES = Scale(1.0, 1, 1)  # only memory is asked for
 
 
 @dataclass(frozen=True)
-class _Values:
+class _CrossingValues:
     """Values that may cross between stages and need a gradient or not, one entry each."""
 
     made: IntArray  # rank
@@ -378,7 +378,7 @@ def _at_least(units: Units, gradients: IntArray) -> Units:
     return Units((0,) * len(units), static, units.activation_bytes, _activations_only(units))
 
 
-def _values_in_peaks(graph: Graph, recomputable: set[int]) -> _Values:
+def _values_in_peaks(graph: Graph, recomputable: set[int]) -> _CrossingValues:
     nodes, end = graph.trace.nodes, graph.num_compute
     savers: dict[int, list[int]] = {}
     for rank, position in enumerate(graph.compute.tolist()):
@@ -393,7 +393,7 @@ def _values_in_peaks(graph: Graph, recomputable: set[int]) -> _Values:
             continue
         gradient = spec.num_bytes if spec.requires_grad else 0
         rows.append((rank, spec.arrival_bytes, gradient, savers.get(nodes[position].storage, []), readers))
-    return _Values(
+    return _CrossingValues(
         np.asarray([row[0] for row in rows], dtype=np.int64),
         np.asarray([row[1] for row in rows], dtype=np.int64),
         np.asarray([row[2] for row in rows], dtype=np.int64),

@@ -24,7 +24,7 @@ from smpc.compile.passes import plan_trace, write_programs
 from smpc.compile.result import Traced
 from smpc.errors import ConfigError, StepError, UsageError
 from smpc.sample_inputs import as_inputs
-from smpc.tracer.attempt import Request
+from smpc.tracer.attempt import RecordingRequest
 from smpc.tracer.constants import TraceDevice, map_references
 from smpc.tracer.environment.environment_guards import Environment
 from smpc.tracer.environment.object_identity import moved
@@ -139,7 +139,7 @@ def check_not_shared(model: nn.Module, axis: str) -> None:
 
 def _recorded(model: nn.Module, training: bool, args: Any, kwargs: Any) -> Recording:
     with _in_mode(model, training):
-        return record_guarded(model, Request(tuple(args), dict(kwargs), differentiates=True))
+        return record_guarded(model, RecordingRequest(tuple(args), dict(kwargs), differentiates=True))
 
 
 def _check_differentiated(trace: Trace, values: Mapping[str, Tensor]) -> None:

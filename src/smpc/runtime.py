@@ -41,7 +41,7 @@ from smpc.executor.replicas.context_sums import ContextSums
 from smpc.executor.replicas.fully_shard import StageShards
 from smpc.executor.replicas.group_hooks import StepHooks, innermost
 from smpc.executor.transport import Transport, loopback_transports
-from smpc.observe.observer import Observer, RankRecord, StepCallback, Watch, batch_of
+from smpc.observe.observer import Observer, RankRecord, StepCallback, StepWatch, batch_of
 from smpc.observe.window import Window
 from smpc.partitioner.costs.cost import useful_flops
 from smpc.partitioner.graph.plan import Plan
@@ -393,7 +393,9 @@ class LoopbackRuntime:
 
 
 @contextlib.contextmanager
-def _watching_runtime(interpreter: Interpreter, watch: Watch, programs: RankPrograms, training: bool) -> Iterator[None]:
+def _watching_runtime(
+    interpreter: Interpreter, watch: StepWatch, programs: RankPrograms, training: bool
+) -> Iterator[None]:
     """Records the spans of one step, and its kind."""
     watch.training = training
     watch.samples, watch.tokens = programs.batch
@@ -411,7 +413,7 @@ def _watching_runtime(interpreter: Interpreter, watch: Watch, programs: RankProg
 
 
 def _noting_loss(
-    on_output: Callable[[int, tuple[Tensor, ...]], Roots | None] | None, watch: Watch
+    on_output: Callable[[int, tuple[Tensor, ...]], Roots | None] | None, watch: StepWatch
 ) -> Callable[[int, tuple[Tensor, ...]], Roots | None] | None:
     """`on_output`, which also notes the losses: roots that are given without a gradient."""
     if on_output is None:

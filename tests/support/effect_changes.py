@@ -24,7 +24,7 @@ from smpc.errors import SmpcError, StepError
 from smpc.partitioner.keep_assignment import follow
 from smpc.partitioner.solve import plan_from_assignment
 from smpc.runtime import LoopbackRuntime
-from smpc.tracer.attempt import Request
+from smpc.tracer.attempt import RecordingRequest
 from smpc.tracer.record import record_guarded
 
 KINDS = (effect_baked, effect_holders, effect_python, effect_reads)  # files whose classes are in the list
@@ -240,7 +240,7 @@ class Recompiled:
 
     def _compiled(self):
         before = settings()
-        recording = record_guarded(self._model, Request(*self._case.pieces()[0]))
+        recording = record_guarded(self._model, RecordingRequest(*self._case.pieces()[0]))
         assert settings() == before, "a recording leaves settings changed"
         first = self._compilations[0] if self._compilations else None
         compilation = (

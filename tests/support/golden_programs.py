@@ -35,7 +35,7 @@ from smpc.kernels.setting import OPERATIONS
 from smpc.partitioner.manual import ManualPartition
 from smpc.report.perfetto import perfetto_json
 from smpc.sample_inputs import as_inputs, first_microbatch
-from smpc.tracer.attempt import Request
+from smpc.tracer.attempt import RecordingRequest
 from smpc.tracer.record import Recording, record_guarded
 
 FOLDER = Path(__file__).parents[1] / "golden"
@@ -134,7 +134,7 @@ def _recording(model: str, microbatches: int) -> Recording:
     """What a model does with a microbatch, recorded once for all of its configurations: no pass changes a recording."""
     module, batch = golden_models.build(model)
     inputs = first_microbatch(as_inputs(batch), microbatches)
-    return record_guarded(module, Request(*inputs))
+    return record_guarded(module, RecordingRequest(*inputs))
 
 
 def _recorded(model: str, options: Options, leaf_modules: Sequence[str]) -> Recording:

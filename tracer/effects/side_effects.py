@@ -150,7 +150,7 @@ _REGISTER = "what to do: register parameters in __init__, and write new values i
 _COMPUTE = "what to do: make it an nn.Parameter, or compute it in forward"
 
 
-class Watch:
+class EffectWatch:
     """Watches one recording. `closely`: which module uses Python's or numpy's generators is found out, at a price."""
 
     def __init__(self, recorder: Recorder, model: nn.Module, closely: bool) -> None:

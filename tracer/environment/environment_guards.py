@@ -144,7 +144,7 @@ def _is_immutable(value: Any) -> bool:
 
 
 @dataclass(slots=True, eq=False)
-class Guard:
+class EnvironmentGuard:
     """A place, and the values of it that the trace holds for. `value`: the very value that was read, to put it back."""
 
     place: GuardSource
@@ -391,7 +391,7 @@ class Environment:
 
     def __init__(
         self,
-        guards: Sequence[Guard],
+        guards: Sequence[EnvironmentGuard],
         tables: Sequence[TableLike],
         versions: DictVersions | None = None,
         leave: Callable[[], None] | None = None,
@@ -400,9 +400,11 @@ class Environment:
         self._versions, self._polls = versions or DictVersions(), versions is None
         self._fixed: list[_Fixed | _Addresses] = []  # what no dict tells: in objects, functions and cells
         self._leave, self._lock = leave, threading.Lock()
-        self._always: list[Guard | TableLike] = []
-        self._checks: dict[int, list[Guard | TableLike]] = {}  # by position of their dict
-        fixed: dict[tuple[str, bool], list[Guard]] = {}  # by key, and whether it is a name of plain functions
+        self._always: list[EnvironmentGuard | TableLike] = []
+        self._checks: dict[int, list[EnvironmentGuard | TableLike]] = {}  # by position of their dict
+        fixed: dict[
+            tuple[str, bool], list[EnvironmentGuard]
+        ] = {}  # by key, and whether it is a name of plain functions
         for guard in self.guards:
             table = guard.place.table
             if guard.deep and not (table is not None and guard.is_of_dict):
@@ -446,7 +448,7 @@ class Environment:
             found = None if self._seen == self._versions.generation else self._difference_of_tables()
             return self._difference_of_modes() if found is None and self._trained else found
 
-    def _watch_content(self, guard: Guard) -> None:
+    def _watch_content(self, guard: EnvironmentGuard) -> None:
         """A dict of plain values is looked at when it has been written to, wherever it has come from."""
         value = guard.place.read() if guard.is_of_dict else None
         if type(value) is dict:
@@ -479,7 +481,7 @@ class Environment:
                 if found is not None:
                     self._broken = position
                     return found
-                if isinstance(check, Guard):
+                if isinstance(check, EnvironmentGuard):
                     self._watch_content(check)
                 else:
                     self._watch_table(check)
@@ -487,7 +489,7 @@ class Environment:
         return None
 
 
-def _compared(key: str, is_name: bool, guards: Sequence[Guard]) -> _Fixed | _Addresses:
+def _compared(key: str, is_name: bool, guards: Sequence[EnvironmentGuard]) -> _Fixed | _Addresses:
     holders = [guard.place.holder for guard in guards]
     read = type_reader(holders) if key == CLASS else function_reader(holders, key) if is_name else None
     return _Fixed(guards) if read is None else _Addresses(guards, read)
@@ -496,7 +498,7 @@ def _compared(key: str, is_name: bool, guards: Sequence[Guard]) -> _Fixed | _Add
 class _Addresses:
     """Guards of one attribute of many objects, or of their classes: the addresses of the values are looked at in one go."""
 
-    def __init__(self, guards: Sequence[Guard], read: Callable[[], Words]) -> None:
+    def __init__(self, guards: Sequence[EnvironmentGuard], read: Callable[[], Words]) -> None:
         self._guards, self._read = guards, read
         self._keep()
 
@@ -518,7 +520,7 @@ class _Addresses:
 class _Fixed:
     """Guards of one attribute of many objects, which is hardly ever another one: all are looked at in one go."""
 
-    def __init__(self, guards: Sequence[Guard]) -> None:
+    def __init__(self, guards: Sequence[EnvironmentGuard]) -> None:
         self._guards, self._places = guards, [guard.place for guard in guards]
         key = guards[0].place.key
         is_cell = isinstance(guards[0].place.holder, CellType)

@@ -52,7 +52,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from smpc.tracer.environment.environment_guards import (
     Difference,
     Environment,
-    Guard,
+    EnvironmentGuard,
     GuardSource,
     Names,
     Table,
@@ -95,7 +95,7 @@ class Aliases:
     """
 
     def __init__(
-        self, modules: Iterable[tuple[str, nn.Module]], paths: frozenset[str], guards: Sequence[Guard]
+        self, modules: Iterable[tuple[str, nn.Module]], paths: frozenset[str], guards: Sequence[EnvironmentGuard]
     ) -> None:
         found = list(_places(modules))
         read = {(id(guard.place.holder), guard.place.key) for guard in guards}
@@ -187,7 +187,7 @@ def moved(
     return Environment(guards, [*tables, Aliases(modules, read_tensors(trace), guards)], versions)
 
 
-def _moved_guards(guards: Iterable[Guard], original: Original) -> Iterator[Guard]:
+def _moved_guards(guards: Iterable[EnvironmentGuard], original: Original) -> Iterator[EnvironmentGuard]:
     """The guards, on the objects that are looked at from now on."""
     for guard in guards:
         place = guard.place
@@ -196,7 +196,7 @@ def _moved_guards(guards: Iterable[Guard], original: Original) -> Iterator[Guard
             found = GuardSource(holder, place.key, place.text, place.is_shown, place.is_answer)
             value = found.read()
             expected = guard.expected if any(frozen.holds(value) for frozen in guard.expected) else [freeze(value)]
-            yield Guard(found, expected, value, guard.readers, guard.owner)
+            yield EnvironmentGuard(found, expected, value, guard.readers, guard.owner)
 
 
 def _moved_tables(tables: Iterable[TableLike], original: Original) -> Iterator[TableLike]:
@@ -215,7 +215,7 @@ def _moved_tables(tables: Iterable[TableLike], original: Original) -> Iterator[T
 _CONSTANTS = ("LOAD_CONST", "LOAD_GLOBAL")  # `is None`, `is missing`
 
 
-class Run(Protocol):
+class RecordingRun(Protocol):
     """The recording's interface for Reads."""
 
     @property
@@ -235,7 +235,7 @@ class Run(Protocol):
 class Identity:
     """The identities of one recording's parameters and buffers. `lacks` is called when one lacks an attribute that is read."""
 
-    def __init__(self, state: FakeState, run: Run, lacks: Callable[[torch.Tensor], None]) -> None:
+    def __init__(self, state: FakeState, run: RecordingRun, lacks: Callable[[torch.Tensor], None]) -> None:
         self._state, self._run, self._lacks = state, run, lacks
         self._raw = ""  # an original that the code can reach, beside its fake
 

@@ -25,7 +25,15 @@ from typing import Any
 import torch
 from torch import nn
 
-from smpc.tracer.environment.environment_guards import BASES, CLASS, CODE, NAMES, Guard, GuardSource, is_special
+from smpc.tracer.environment.environment_guards import (
+    BASES,
+    CLASS,
+    CODE,
+    NAMES,
+    EnvironmentGuard,
+    GuardSource,
+    is_special,
+)
 from smpc.tracer.environment.value_snapshots import Entries, Frozen, Identical, Items, freeze
 
 _TRUSTED = frozenset({"torch", "smpc", "numpy", *sys.stdlib_module_names}) - {"__main__"}
@@ -61,7 +69,7 @@ class Called:
         return Items(now.kind, tuple(before)) if isinstance(now, Items) else now
 
 
-Read = Callable[..., Guard | None]
+Read = Callable[..., EnvironmentGuard | None]
 
 
 class Reached:
@@ -70,12 +78,14 @@ class Reached:
     `of_torch`: torch's modules of Python that were met, see `smpc.tracer.environment.reachable_values`.
     """
 
-    def __init__(self, codes: Mapping[CodeType, Called], known: Mapping[tuple[int, Any], Guard], read: Read) -> None:
+    def __init__(
+        self, codes: Mapping[CodeType, Called], known: Mapping[tuple[int, Any], EnvironmentGuard], read: Read
+    ) -> None:
         self._codes, self._known, self._read = codes, known, read
         self._queue: list[Any] = []
         self.of_torch: list[ModuleType] = []
 
-    def guards(self, names: set[str] | None, values: list[Any]) -> Iterator[Guard]:
+    def guards(self, names: set[str] | None, values: list[Any]) -> Iterator[EnvironmentGuard]:
         """Guards of everything behind `values`; `names` are those that the code uses, None if it may use any."""
         used = names if names is not None else {name for code in self._codes for name in code.co_names}
         seen: dict[int, Any] = {}
@@ -101,7 +111,7 @@ class Reached:
             else:
                 queue += _parts_of_value(value)
 
-    def _of_function(self, function: FunctionType) -> Iterator[Guard]:
+    def _of_function(self, function: FunctionType) -> Iterator[EnvironmentGuard]:
         if "__wrapped__" in vars(function):
             self._queue.append(vars(function)["__wrapped__"])
         called = self._codes.get(function.__code__)
@@ -147,12 +157,12 @@ class Reached:
         rebound = any(name in stored_variables(code) for code in self._codes for name in names)
         return called.free[0] if rebound and called.free else None
 
-    def _of_names(self, holder: dict[str, Any], where: str, used: set[str]) -> Iterator[Guard]:
+    def _of_names(self, holder: dict[str, Any], where: str, used: set[str]) -> Iterator[EnvironmentGuard]:
         for name in sorted(used):
             if name in holder:
                 yield from self._one(GuardSource(holder, name, f"{name!r} {where}"), holder[name])
 
-    def _of_class(self, cls: type, used: set[str]) -> Iterator[Guard]:
+    def _of_class(self, cls: type, used: set[str]) -> Iterator[EnvironmentGuard]:
         for base in _bases(cls):
             if issubclass(base, torch.autograd.Function):
                 continue
@@ -164,7 +174,7 @@ class Reached:
                     GuardSource(base, name, f"{name} of {base.__qualname__}", is_answer=True), getattr(base, name)
                 )
 
-    def _one(self, place: GuardSource, value: Any) -> Iterator[Guard]:
+    def _one(self, place: GuardSource, value: Any) -> Iterator[EnvironmentGuard]:
         if (id(place.holder), place.key) in self._known:
             return
         guard = self._read(place, value, None)
@@ -378,12 +388,14 @@ def slots_of(cls: type) -> tuple[str, ...]:
 _CALLED = (FunctionType, BuiltinFunctionType, type)
 
 
-def guards_of_torch(layers: Iterable[nn.Module], modules: Iterable[ModuleType], names: Collection[str]) -> list[Guard]:
+def guards_of_torch(
+    layers: Iterable[nn.Module], modules: Iterable[ModuleType], names: Collection[str]
+) -> list[EnvironmentGuard]:
     """Guards of what `names` stand for in torch's `modules` of Python and in its tensors, and of what its classes of `layers` compute."""
     guards = []
     for place in (*_in_modules(modules, names), *_in_tensors(names), *_in_layers(layers)):
         value = place.read()
-        guards.append(Guard(place, [Identical(value)], value))
+        guards.append(EnvironmentGuard(place, [Identical(value)], value))
     return guards
 
 

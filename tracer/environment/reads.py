@@ -27,8 +27,16 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 
-from smpc.tracer.environment.environment_guards import BASES, CLASS, Guard, GuardSource, Names, Question, hook_tables
-from smpc.tracer.environment.object_identity import Identity, Run, TensorClasses, compares_identity
+from smpc.tracer.environment.environment_guards import (
+    BASES,
+    CLASS,
+    EnvironmentGuard,
+    GuardSource,
+    Names,
+    Question,
+    hook_tables,
+)
+from smpc.tracer.environment.object_identity import Identity, RecordingRun, TensorClasses, compares_identity
 from smpc.tracer.environment.outside_reads import (
     CallHook,
     OutsideRead,
@@ -104,7 +112,7 @@ _TABLES = frozenset({"_parameters", "_buffers", "_modules"})  # tables, which ha
 class Reads:
     """The reads of one recording. `names`: FQNs of the model's modules by id."""
 
-    def __init__(self, names: Mapping[int, str], state: FakeState, run: Run) -> None:
+    def __init__(self, names: Mapping[int, str], state: FakeState, run: RecordingRun) -> None:
         self._names, self._run = names, run
         self._state = {id(tensor) for tensor in (*state.fakes, *state.originals.values())}
         self._originals = tuple(state.originals.values())
@@ -113,7 +121,7 @@ class Reads:
         self.classes = TensorClasses(state.originals)
         self._hooks: list[Any] = []  # of the model's modules
         self.contents = self._contents()
-        self._guards: dict[tuple[int, Any], Guard] = {}
+        self._guards: dict[tuple[int, Any], EnvironmentGuard] = {}
         self._written: dict[tuple[int, str], None] = {}  # attributes that the run has written before any read
         self._writers: dict[tuple[int, str], dict[str, None]] = {}
         self._codes: dict[CodeType, Called] = {}
@@ -121,20 +129,22 @@ class Reads:
         self._quiet: set[CodeType] = set()  # of these, what answers no question either
         self._dull: set[Any] = set()  # functions of C in modules that tell nothing of the process
         self._own: set[CodeType] = set()  # of smpc
-        self._of_objects: dict[int, list[Guard]] = {}  # guards of an object's attributes
+        self._of_objects: dict[int, list[EnvironmentGuard]] = {}  # guards of an object's attributes
         self._object_of: dict[int, int] = {}  # guard -> the object whose attribute it is
-        self._reaching: dict[int, list[Guard]] = {}  # object or container -> guards of the values that it was found in
+        self._reaching: dict[
+            int, list[EnvironmentGuard]
+        ] = {}  # object or container -> guards of the values that it was found in
         self._early: dict[
             tuple[int, Any], tuple[Any, Frozen | None]
         ] = {}  # by place: what it held when a function began
         self._early_objects: dict[int, Any] = {}
         self._early_names: dict[int, set[str]] = {}
         self._alive: list[Any] = []
-        self._constants: dict[int, Guard] = {}
-        self._variables: dict[int, Guard] = {}  # that count whatever the code names
+        self._constants: dict[int, EnvironmentGuard] = {}
+        self._variables: dict[int, EnvironmentGuard] = {}  # that count whatever the code names
         self._questions: dict[Question, GuardSource] = {}
         self._kept_keys: dict[int, dict[int, Any]] = {}  # by cache: keys whose results have been looked at, by id
-        self._of_caches: dict[int, list[Guard]] = {}
+        self._of_caches: dict[int, list[EnvironmentGuard]] = {}
         self._looks = False  # whether attributes were looked up by names that no code names
         self.outside: list[OutsideRead] = []
         self.is_again = (
@@ -246,7 +256,7 @@ class Reads:
         """Called for every tensor whose values become part of the trace."""
         if id(tensor) not in self._constants and not isinstance(tensor, FakeTensor):
             place = GuardSource({"": tensor}, "", "a tensor that no module holds")
-            self._constants[id(tensor)] = Guard(place, [Written(tensor, tensor._version)], tensor)
+            self._constants[id(tensor)] = EnvironmentGuard(place, [Written(tensor, tensor._version)], tensor)
             for spec in self._specs.pop(id(tensor), ()):
                 spec.baked = tensor
 
@@ -411,7 +421,9 @@ class Reads:
         except DerivedError:
             return None
 
-    def _read(self, place: GuardSource, value: Any, owner: str | None, *, is_attribute: bool = False) -> Guard | None:
+    def _read(
+        self, place: GuardSource, value: Any, owner: str | None, *, is_attribute: bool = False
+    ) -> EnvironmentGuard | None:
         """Takes down a value that is read for the first time; None for one that the run has made."""
         known = self._guards.get((id(place.holder), place.key))
         if known is not None:
@@ -428,7 +440,7 @@ class Reads:
         frozen = self._freeze(value, contents, is_attribute)
         if frozen is None:
             return None
-        guard = Guard(place, [early or frozen], value, owner=owner, fades=contents.fades)
+        guard = EnvironmentGuard(place, [early or frozen], value, owner=owner, fades=contents.fades)
         self._guards[id(place.holder), place.key] = guard
         self._alive.append(place.holder)
         for key, entry in contents.containers.items():
@@ -503,7 +515,7 @@ class Reads:
 
     # -- afterwards ----------------------------------------------------------------------------------------------------
 
-    def finish(self) -> list[Guard]:
+    def finish(self) -> list[EnvironmentGuard]:
         """The guards, with the closures and class attributes that were reached, and without what no code names."""
         self.classes.end()
         for code, called in list(self._codes.items()):  # what was imported for the first time while it ran
@@ -532,7 +544,7 @@ class Reads:
         self.of_torch = reached.of_torch
         return list(guards.values())
 
-    def _kept(self, names: set[str] | None) -> list[Guard]:
+    def _kept(self, names: set[str] | None) -> list[EnvironmentGuard]:
         """The guards of values that the code names, or might use without naming them."""
         return [
             guard
@@ -548,7 +560,7 @@ class Reads:
         """Notes the names that the run itself has given to an object."""
         for name in names.new():
             place = GuardSource(names.holder, name, f"attribute {name!r} {names.text}")
-            guard = Guard(place, [Identical(MISSING)], MISSING, owner=names.owner)
+            guard = EnvironmentGuard(place, [Identical(MISSING)], MISSING, owner=names.owner)
             self._guards[id(names.holder), name] = guard
             names.known.add(name)
 
@@ -564,7 +576,7 @@ class Reads:
             if guard.place.read() is not guard.value:
                 guard.place.write(guard.value)
 
-    def contexts(self, guard: Guard) -> set[str]:
+    def contexts(self, guard: EnvironmentGuard) -> set[str]:
         """FQNs of the modules that a place belongs to and whose code reads or writes it; "" is among them if nobody knows."""
         found: set[str] = set()
         queue, seen = [guard], {id(guard)}

@@ -46,7 +46,7 @@ from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 
 from smpc.errors import TraceError
 from smpc.tracer.constants import Ref
-from smpc.tracer.environment.environment_guards import Guard, shown
+from smpc.tracer.environment.environment_guards import EnvironmentGuard, shown
 from smpc.tracer.environment.process_questions import CACHE
 from smpc.tracer.environment.value_snapshots import Never
 from smpc.tracer.input_guards import NoAnswerError, is_fixed, values_of
@@ -69,11 +69,13 @@ class UnsettledError(Exception):
 class Leftovers:
     """The values that a run has left in the places that it changed. `cached`: the nodes whose tensors are among them."""
 
-    def __init__(self, changed: Sequence[Guard], nodes: Sequence[Node], node_of: Callable[[torch.Tensor], str]) -> None:
+    def __init__(
+        self, changed: Sequence[EnvironmentGuard], nodes: Sequence[Node], node_of: Callable[[torch.Tensor], str]
+    ) -> None:
         self._nodes, self._node_of = nodes, node_of
         self.cached: dict[str, None] = {}
-        self._content: list[tuple[Guard, Any]] = [(guard, guard.place.read()) for guard in changed]
-        self._real: list[tuple[Guard, Any]] = []
+        self._content: list[tuple[EnvironmentGuard, Any]] = [(guard, guard.place.read()) for guard in changed]
+        self._real: list[tuple[EnvironmentGuard, Any]] = []
         self._before: list[tuple[Any, Any]] = []  # containers that `apply` has filled, with what they held
 
     def evaluate(self) -> None:
@@ -125,7 +127,7 @@ class Leftovers:
         self._before.clear()
 
 
-def _fill_places(content: Iterable[tuple[Guard, Any]]) -> list[tuple[Any, Any]]:
+def _fill_places(content: Iterable[tuple[EnvironmentGuard, Any]]) -> list[tuple[Any, Any]]:
     """Puts values into places: into the existing container, if it has that type. Returns these containers with their former contents."""
     before = []
     for guard, value in content:
@@ -161,7 +163,7 @@ def common_module(contexts: Iterable[str]) -> str:
     return ".".join(common)
 
 
-def refusal(guard: Guard) -> str:
+def refusal(guard: EnvironmentGuard) -> str:
     """Why a model whose forward changes a place is refused."""
     if guard.fades:
         return (
@@ -175,7 +177,9 @@ def refusal(guard: Guard) -> str:
     )
 
 
-def settled(guards: Sequence[Guard], changed: Sequence[Guard], again: Sequence[Guard]) -> tuple[Guard, ...]:
+def settled(
+    guards: Sequence[EnvironmentGuard], changed: Sequence[EnvironmentGuard], again: Sequence[EnvironmentGuard]
+) -> tuple[EnvironmentGuard, ...]:
     """The guards of a run whose changes do not matter: these places may have either value."""
     places = {(id(guard.place.holder), guard.place.key): guard for guard in again}
     for guard in changed:
@@ -198,7 +202,7 @@ def _form_of_trace(trace: Trace, cached: frozenset[str]) -> Any:
         if node.name in wanted or node.mutates or node.random or node.kind is NodeKind.SET_ATTR:
             live.add(node.name)
             wanted.update(() if node.name in cached else (*node.inputs, *node.mutates))
-    names = _Numbers()
+    names = _PositionNumbers()
     form: list[Any] = []
     for node in (node for node in trace.nodes if node.name in live):
         if node.name in cached or (node.kind is NodeKind.GET_ATTR and node.target not in state):
@@ -211,7 +215,7 @@ def _form_of_trace(trace: Trace, cached: frozenset[str]) -> Any:
     return form, names.within(trace.output_leaves)
 
 
-class _Numbers:
+class _PositionNumbers:
     """Numbers in place of names: by position, and for cached tensors by first use."""
 
     def __init__(self) -> None:

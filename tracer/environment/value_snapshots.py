@@ -208,7 +208,7 @@ class Fading(Never):
 
 
 @dataclass(slots=True)
-class Content(Frozen):
+class ContentSnapshot(Frozen):
     """The result of `read(value)`, compared by ==: for arrays and random generators."""
 
     kind: type
@@ -473,13 +473,13 @@ def _freeze_known(value: Any, contents: Contents, inner: Callable[[Any], Frozen]
     """A value of a class of Python or numpy that tells what it holds; None for others."""
     if isinstance(value, GENERATORS):
         contents.generators.setdefault(id(value), (value, generator_state(value)))
-        return Content(type(value), comparable_state(value), comparable_state)
+        return ContentSnapshot(type(value), comparable_state(value), comparable_state)
     if isinstance(value, numpy.ndarray) and value.dtype.hasobject:
         return Seen(value, inner(_seen(value)))
     if isinstance(value, (numpy.ndarray, numpy.generic)):
-        return Content(type(value), _array(value), _array)
+        return ContentSnapshot(type(value), _array(value), _array)
     if isinstance(value, _MEMORY):
-        return Content(type(value), bytes(value), bytes)
+        return ContentSnapshot(type(value), bytes(value), bytes)
     if isinstance(value, _SEEN) or _class_path(value) in _ASKED:
         return Seen(value, inner(_seen(value)))
     if isinstance(value, functools.partial):

@@ -59,7 +59,7 @@ from smpc.tracer.state.fakes import FakeState
 from smpc.tracer.structure import Structure, flatten
 
 if TYPE_CHECKING:
-    from smpc.tracer.effects.side_effects import Watch
+    from smpc.tracer.effects.side_effects import EffectWatch
     from smpc.tracer.recording.recorder import Recorder
 
 
@@ -135,10 +135,10 @@ def _common_result(
 ) -> Probe:
     """The common results of two runs on different values."""
     try:
-        first = _real_run(module, args, kwargs, state, meter, first_sizes, _Values(0, 1))
+        first = _real_run(module, args, kwargs, state, meter, first_sizes, _InventedValues(0, 1))
     except (IndexError, RuntimeError, ValueError):  # 1 is a mask's usual value, but not everyone's valid index
-        first = _real_run(module, args, kwargs, state, meter, first_sizes, _Values(0, 0))
-    second = _real_run(module, args, kwargs, state, meter, first_sizes, _Values(1, 0))
+        first = _real_run(module, args, kwargs, state, meter, first_sizes, _InventedValues(0, 0))
+    second = _real_run(module, args, kwargs, state, meter, first_sizes, _InventedValues(1, 0))
     if (first.leaves, first.structure, first.written) != (second.leaves, second.structure, second.written):
         raise TraceError(
             f"what {type(module).__name__} returns, beside the values of its tensors, depends on its inputs"
@@ -153,7 +153,7 @@ def _real_run(
     state: FakeState,
     meter: Meter,
     first_sizes: dict[int, int],
-    values: _Values,
+    values: _InventedValues,
 ) -> Probe:
     """One real run, with the first sizes of the inputs replaced as `first_sizes` says."""
     leaves, structure = flatten((args, kwargs))
@@ -225,7 +225,7 @@ class _Reached(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return func(*args, **(kwargs or {}))
 
 
-class _Values:
+class _InventedValues:
     """Invents values: the same seed gives the same ones on every rank. `integer` is the value of all integers."""
 
     def __init__(self, seed: int, integer: int) -> None:
@@ -324,7 +324,9 @@ class WholeCall:
     failure          what is wrong with it
     """
 
-    def __init__(self, watch: Watch, recorder: Recorder, fqn: str, module: nn.Module, arguments: Any, run: Run) -> None:
+    def __init__(
+        self, watch: EffectWatch, recorder: Recorder, fqn: str, module: nn.Module, arguments: Any, run: Run
+    ) -> None:
         self._watch, self._recorder, self._module, self._run = watch, recorder, module, run
         self.fqn = fqn
         self._given = {id(leaf): leaf for leaf in flatten(arguments)[0] if isinstance(leaf, Tensor)}

@@ -294,11 +294,11 @@ def run_ctc(
 ) -> torch.Tensor:
     """The call's result over fakes; autograd saves the same as for real, or a little more."""
     longest = targets.shape[-1] if isinstance(target_lengths, torch.Tensor) else max(target_lengths, default=0)
-    losses: torch.Tensor = _Loss.apply(log_probs, targets, longest)  # type: ignore[no-untyped-call]
+    losses: torch.Tensor = _FakeLosses.apply(log_probs, targets, longest)  # type: ignore[no-untyped-call]
     return losses if reduction in (0, "none") else losses.sum()
 
 
-class _Loss(torch.autograd.Function):
+class _FakeLosses(torch.autograd.Function):
     """Losses of the right shape, for fakes."""
 
     @staticmethod

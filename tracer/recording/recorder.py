@@ -24,7 +24,7 @@ from smpc.tracer.constants import Opaque, Ref, TraceDevice, is_constant, normali
 from smpc.tracer.effects import torch_calls
 from smpc.tracer.effects.differentiation import mark_of
 from smpc.tracer.effects.randomness import HOLD_GENERATOR, ModuleGenerators, generators_of
-from smpc.tracer.effects.side_effects import Watch
+from smpc.tracer.effects.side_effects import EffectWatch
 from smpc.tracer.effects.torch_calls import CallModes, dense, running_statistics, tensors_in, version_of
 from smpc.tracer.environment.reads import Reads
 from smpc.tracer.input_guards import Answers, Questions, is_fixed
@@ -104,7 +104,7 @@ class Recorder(TorchFunctionMode):
         self._globals: dict[str, None] = {}  # constants that stand for tensors which outlive the run
         self._attributes: dict[str, str] = {}  # FQN -> node that reads it
         self._model, self._names, self._saved = model, NodeNames(), list[int]()
-        self.watch = Watch(self, model, closely)
+        self.watch = EffectWatch(self, model, closely)
         self._inputs: tuple[Structure, tuple[Any, ...]] = (Structure(), ())
         self._modes = CallModes(device)
         self._state_storage = [self._tensors.storage(fake) for fake in state.fakes]

@@ -49,12 +49,12 @@ from smpc.codegen.rewrite.context_parallel.rules import (
     is_causal,
     of_tokens,
 )
-from smpc.codegen.rewrite.kernels.graph import Graph, Refusal, Replacement, Rewrite
+from smpc.codegen.rewrite.kernels.graph import NodeUsers, Refusal, Replacement, Rewrite
 from smpc.codegen.rewrite.kernels.patterns import flash_attention
 from smpc.codegen.rewrite.kernels.rewrite import rewrite_kernels
 from smpc.codegen.rewrite.tensor_parallel.layout_problem import Weights
-from smpc.codegen.rewrite.tensor_parallel.layouts import Kind, Layout
-from smpc.codegen.rewrite.tensor_parallel.rewrite import CONTEXT, Collective, ShardedTrace, describe, rewrite
+from smpc.codegen.rewrite.tensor_parallel.layouts import Layout, LayoutKind
+from smpc.codegen.rewrite.tensor_parallel.rewrite import CONTEXT, InsertedCollective, ShardedTrace, describe, rewrite
 from smpc.codegen.rewrite.tensor_parallel.rules import strategies
 from smpc.codegen.rewrite.tensor_parallel.search import ShardingChoice, choose
 from smpc.codegen.rewrite.tensor_parallel.strategy import Facts, Strategy, argument, of_module, short_name
@@ -78,7 +78,7 @@ def with_rings(trace: Trace, degree: int, method: str, weights: Weights) -> Trac
     if not wanted:
         return trace
 
-    def find(graph: Graph) -> Iterator[Replacement | Refusal]:
+    def find(graph: NodeUsers) -> Iterator[Replacement | Refusal]:
         for proposal in flash_attention.REWRITE.find(graph):
             if isinstance(proposal, Replacement) and proposal.result in wanted and _can_ring(proposal, graph, degree):
                 yield proposal
@@ -98,7 +98,7 @@ def ways_of(facts: Facts, method: str, weights: Weights) -> Mapping[str, str]:
 def fits(ways: Mapping[str, str], node: Node, strategy: Strategy) -> bool:
     """Whether a strategy shares an attention in the way that it has, if at all."""
     way = ways.get(node.name)
-    if way is None or strategy.output.kind is not Kind.SHARDED or strategy.output.dim != _sequence_dim(node):
+    if way is None or strategy.output.kind is not LayoutKind.SHARDED or strategy.output.dim != _sequence_dim(node):
         return True
     return (strategy.way == EXCHANGE_WAY) == (way == A2A)
 
@@ -107,7 +107,7 @@ def _sequence_dim(node: Node) -> int:
     return len(node.spec.shape) - 2 if node.spec is not None else -1
 
 
-def _can_ring(proposal: Replacement, graph: Graph, degree: int) -> bool:
+def _can_ring(proposal: Replacement, graph: NodeUsers, degree: int) -> bool:
     """Whether slices of this attention's queries and keys can go around."""
     call = proposal.calls[-1]
     lengths = [graph.shape(ref.name)[2] for ref in call.args[:2]]
@@ -165,7 +165,7 @@ class SequenceDims:
     def allows(self, node: Node, strategy: Strategy) -> bool:
         """Whether a strategy shares the sequence, or nothing: parameters stay whole."""
         if node.kind is NodeKind.GET_ATTR:
-            return strategy.output.kind is Kind.REPLICATED
+            return strategy.output.kind is LayoutKind.REPLICATED
         if strategy.state:
             return False
         cut = [(name, layout) for name, layout in zip(node.inputs, strategy.inputs, strict=True) if _is_cut(layout)]
@@ -205,7 +205,7 @@ class SequenceDims:
 
 
 def _is_cut(layout: Layout) -> bool:
-    return layout.kind is Kind.SHARDED
+    return layout.kind is LayoutKind.SHARDED
 
 
 LAYOUTS = CONTEXT_LAYOUTS
@@ -238,7 +238,7 @@ class ContextPlan:
 
 
 @dataclass(frozen=True, slots=True)
-class Whole:
+class WholeOperations:
     """Operations of one kind in one module that every rank does whole, on values that have the sequence as a dimension."""
 
     module: str
@@ -257,7 +257,7 @@ class ContextTrace:
 
     sharded: ShardedTrace
     layout: str
-    whole: tuple[Whole, ...]
+    whole: tuple[WholeOperations, ...]
     slices: tuple[tuple[int, ...], tuple[int, ...]] = ((), ())
 
 
@@ -305,7 +305,7 @@ def share_sequence(
     return ContextTrace(*_with_slices(sharded, sequence, trace, plan.output_dim, layout, whole))
 
 
-def collectives_of(context: ContextTrace, trace: Trace) -> tuple[Collective, ...]:
+def collectives_of(context: ContextTrace, trace: Trace) -> tuple[InsertedCollective, ...]:
     """The collectives as they are in a trace that was rewritten further: of slices for tensor-parallel ranks they send that share."""
     found = []
     names = {node.name for node in trace.nodes}
@@ -332,8 +332,13 @@ def describe_context(found: ContextTrace) -> str:
 
 
 def _with_slices(
-    sharded: ShardedTrace, sequence: SequenceDims, trace: Trace, dim: int, layout: str, whole: tuple[Whole, ...]
-) -> tuple[ShardedTrace, str, tuple[Whole, ...], tuple[tuple[int, ...], tuple[int, ...]]]:
+    sharded: ShardedTrace,
+    sequence: SequenceDims,
+    trace: Trace,
+    dim: int,
+    layout: str,
+    whole: tuple[WholeOperations, ...],
+) -> tuple[ShardedTrace, str, tuple[WholeOperations, ...], tuple[tuple[int, ...], tuple[int, ...]]]:
     """A function that makes a `ContextTrace` whose outputs are not gathered along `dim`."""
     rewritten = sharded.trace
     leaves, cut, left = list(rewritten.output_leaves), [], []
@@ -403,7 +408,7 @@ def _uncut(trace: Trace, inputs: Mapping[str, Dims], pieces: int, plan: ContextP
     return wrong
 
 
-def _whole_operations(facts: Facts, sequence: SequenceDims, choice: ShardingChoice) -> tuple[Whole, ...]:
+def _whole_operations(facts: Facts, sequence: SequenceDims, choice: ShardingChoice) -> tuple[WholeOperations, ...]:
     """The operations on the sequence that every rank computes whole."""
     strategies = dict(choice.by_node)
     found: Counter[tuple[str, str, str]] = Counter()
@@ -414,7 +419,7 @@ def _whole_operations(facts: Facts, sequence: SequenceDims, choice: ShardingChoi
         if sequence.dims(node.name) or any(sequence.dims(name) for name in node.inputs):
             module = facts.trace.calls[node.call].fqn
             found[module, short_name(node.target) or node.target.rpartition(".")[2], node.source] += 1
-    return tuple(Whole(*key, count) for key, count in found.items())
+    return tuple(WholeOperations(*key, count) for key, count in found.items())
 
 
 def _has_work(facts: Facts, node: Node) -> bool:

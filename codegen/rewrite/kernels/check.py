@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from smpc.codegen.rewrite.kernels.graph import Graph, Replacement
+from smpc.codegen.rewrite.kernels.graph import NodeUsers, Replacement
 from smpc.tracer.constants import Ref, map_references
 from smpc.tracer.ir import Node, NodeKind, TensorSpec
 from smpc.tracer.replay import evaluate
@@ -45,7 +45,7 @@ Values = dict[str, Any]
 class Checker:
     """Checks replacements of one trace, each pattern once, however often the trace is rewritten."""
 
-    def __init__(self, graph: Graph) -> None:
+    def __init__(self, graph: NodeUsers) -> None:
         self._graph = graph
         self._known: dict[str, str] = graph.trace.remembered(Checker, dict)
 
@@ -73,7 +73,7 @@ def _inputs_to_check(nodes: Sequence[Node]) -> tuple[str, ...]:
     return tuple(dict.fromkeys(name for node in nodes for name in node.inputs if name not in made))
 
 
-def _pattern_to_check(graph: Graph, replacement: Replacement, nodes: Sequence[Node], inputs: Sequence[str]) -> str:
+def _pattern_to_check(graph: NodeUsers, replacement: Replacement, nodes: Sequence[Node], inputs: Sequence[str]) -> str:
     """The same text for replacements that differ in names alone."""
     names = {name: f"%{i}" for i, name in enumerate((*inputs, *(node.name for node in nodes)))}
 
@@ -98,7 +98,7 @@ def replacement_labels(replacement: Replacement) -> tuple[tuple[str, tuple[int, 
 class _Sides:
     """Both computations, over inputs in fp64 (`wide`) or in the traced types."""
 
-    graph: Graph
+    graph: NodeUsers
     replacement: Replacement
     nodes: Sequence[Node]
     inputs: Sequence[str]

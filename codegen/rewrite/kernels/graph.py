@@ -1,6 +1,6 @@
-"""What patterns of kernels read and what they find: `Graph`, a trace to be read, `Replacement` and `Refusal`.
+"""What patterns of kernels read and what they find: `NodeUsers`, a trace to be read, `Replacement` and `Refusal`.
 
-A `Graph` has operations by kind, operands in order, and users, with casts skipped.
+A `NodeUsers` has operations by kind, operands in order, and users, with casts skipped.
 
 Many spellings are one operation: `x * y`, `torch.mul(x, y)` and `y.__rmul__(x)` are "mul". Names follow torch: add, sub, mul, div,
 neg, pow, mean, rsqrt, sqrt, tanh, silu, gelu, sigmoid, cat, getitem, linear, ... ; "cast" changes the floating point type alone
@@ -44,7 +44,7 @@ OUTPUT = "<output>"  # a user of the model's outputs
 GUARD = "<guard>"  # a user of tensors whose value its Python reads
 
 
-class Graph:
+class NodeUsers:
     """The nodes of a trace with their users."""
 
     def __init__(self, trace: Trace) -> None:
@@ -215,7 +215,7 @@ def _is_cast(node: Node) -> bool:
 
 
 @dataclass(frozen=True, slots=True)
-class Call:
+class KernelCall:
     """One call that replaces nodes."""
 
     target: str
@@ -233,7 +233,7 @@ class Replacement:
 
     op: str
     replaced: tuple[str, ...]
-    calls: tuple[Call, ...]
+    calls: tuple[KernelCall, ...]
     given: tuple[str, ...] = ()
     labels: tuple[tuple[str, int], ...] = ()
     also: tuple[tuple[str, str], ...] = ()
@@ -258,7 +258,7 @@ class Refusal:
     reason: str
 
 
-Find = Callable[[Graph], Iterator[Replacement | Refusal]]
+Find = Callable[[NodeUsers], Iterator[Replacement | Refusal]]
 
 
 @dataclass(frozen=True, slots=True)

@@ -41,7 +41,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.autograd.graph import saved_tensors_hooks
 
 from smpc.codegen.rewrite.kernels.check import Checker
-from smpc.codegen.rewrite.kernels.graph import GUARD, OUTPUT, Call, Graph, Refusal, Replacement, Rewrite
+from smpc.codegen.rewrite.kernels.graph import GUARD, OUTPUT, KernelCall, NodeUsers, Refusal, Replacement, Rewrite
 from smpc.codegen.rewrite.kernels.patterns import bias_dropout_add, flash_attention, rotary
 from smpc.codegen.rewrite.kernels.patterns.activations import BIAS_GELU, SWIGLU
 from smpc.codegen.rewrite.kernels.patterns.cross_entropy import CROSS_ENTROPY, LINEAR_CROSS_ENTROPY
@@ -74,7 +74,7 @@ class Measurer:
         old = self._trace.node(replacement.result)
         made = self._run(replacement.calls, old)
         if made[-1].spec is not None and self._objection(made[-1], old.name):
-            contiguous = Call("torch.Tensor.contiguous", (Ref(made[-1].name),))
+            contiguous = KernelCall("torch.Tensor.contiguous", (Ref(made[-1].name),))
             made = self._run((*replacement.calls, contiguous), old)
         taken = {call: name for name, call in replacement.also} | {made[-1].name: old.name}
         for node in made:
@@ -93,7 +93,7 @@ class Measurer:
             return f"the op's result has another memory layout: strides {found.stride}, expected {expected.stride}"
         return ""
 
-    def _run(self, calls: tuple[Call, ...], old: Node) -> list[Node]:
+    def _run(self, calls: tuple[KernelCall, ...], old: Node) -> list[Node]:
         """Nodes called "#0", "#1", ..., with storages of their own numbered from -2 down."""
         values: dict[str, Any] = {}
         owners: dict[int, int] = {}  # a fake's storage -> the storage in the trace, or a new one
@@ -118,7 +118,7 @@ class Measurer:
         return made
 
     def _call(
-        self, name: str, call: Call, values: Mapping[str, Any], owners: dict[int, int], new: list[int], old: Node
+        self, name: str, call: KernelCall, values: Mapping[str, Any], owners: dict[int, int], new: list[int], old: Node
     ) -> tuple[Any, Node]:
         meter, saved = Meter(), list[int]()
 
@@ -287,7 +287,7 @@ def rewrite_kernels(trace: Trace, rewrites: Sequence[Rewrite]) -> Rewritten:
     """The trace with the rewrites' matches replaced."""
     if not rewrites:
         return Rewritten(trace, ())
-    graph = Graph(trace)
+    graph = NodeUsers(trace)
     checker, measurer = Checker(graph), Measurer(trace)
     chosen: list[tuple[Replacement, tuple[Node, ...]]] = []
     claimed: dict[str, None] = {}
@@ -325,14 +325,14 @@ def _place_of_kernel(trace: Trace, name: str) -> str:
     return trace.calls[node.call].fqn or node.source or name
 
 
-def _objection_to_kernel(graph: Graph, proposal: Replacement | Refusal, checker: Checker) -> str:
+def _objection_to_kernel(graph: NodeUsers, proposal: Replacement | Refusal, checker: Checker) -> str:
     """Why a proposal cannot be; "" if it can."""
     if isinstance(proposal, Refusal):
         return proposal.reason
     return _nodes_shared_beside_kernel(graph, proposal) or _why_not_here(graph, proposal) or checker.objection(proposal)
 
 
-def _nodes_shared_beside_kernel(graph: Graph, proposal: Replacement) -> str:
+def _nodes_shared_beside_kernel(graph: NodeUsers, proposal: Replacement) -> str:
     """Other readers and writers of the nodes to be replaced."""
     inside, results = dict.fromkeys(proposal.replaced), dict(proposal.results)
     end = graph.trace.position(proposal.result)
@@ -356,7 +356,7 @@ def _nodes_shared_beside_kernel(graph: Graph, proposal: Replacement) -> str:
     return ""
 
 
-def _why_not_here(graph: Graph, proposal: Replacement) -> str:
+def _why_not_here(graph: NodeUsers, proposal: Replacement) -> str:
     """The reason in the surroundings of the nodes why the op cannot be used."""
     trace = graph.trace
     nodes = [graph.node(name) for name in proposal.replaced]

@@ -100,7 +100,7 @@ def _gate_alternates_with_up(module: nn.Module, dim: int) -> bool | None:
     weights = torch.rand(_TOKENS, _CHOSEN, generator=generator)
     biases = [torch.randn(num_experts, size, generator=generator) for size in (_INNER, _INNER, hidden)]
 
-    def run(columns: Tensor, alternate: bool, *, has_zeros: bool = False) -> _Run:
+    def run(columns: Tensor, alternate: bool, *, has_zeros: bool = False) -> _ModuleResult:
         join = _alternating if alternate else _one_after_the_other
         first, last = join(gate[:, columns], up[:, columns]), back[:, columns].transpose(1, 2).contiguous()
         if dim == 2:
@@ -108,7 +108,7 @@ def _gate_alternates_with_up(module: nn.Module, dim: int) -> bool | None:
         own = (last, first, biases[2], join(biases[0][:, columns], biases[1][:, columns]))
         made = _fused_experts_with(module, dict(zip(NAMES + BIASES, own, strict=True)))
         zeros = {BIASES[0]: torch.zeros_like(biases[2])} if has_zeros and BIASES[0] in made._parameters else {}
-        return _Run.of(made, zeros, tokens, index, weights, BIASES[0] in made._parameters)
+        return _ModuleResult.of(made, zeros, tokens, index, weights, BIASES[0] in made._parameters)
 
     def adds_up(alternate: bool) -> bool:
         columns = torch.arange(_INNER)
@@ -124,7 +124,7 @@ def _gate_alternates_with_up(module: nn.Module, dim: int) -> bool | None:
 
 
 @dataclass(frozen=True, slots=True)
-class _Run:
+class _ModuleResult:
     """What a module returned, and the gradient of its weights of experts; 0 where that does not count."""
 
     result: Tensor
@@ -133,7 +133,7 @@ class _Run:
     @classmethod
     def of(
         cls, module: nn.Module, others: dict[str, Tensor], tokens: Tensor, index: Tensor, weights: Tensor, back: bool
-    ) -> _Run:
+    ) -> _ModuleResult:
         """With other parameters for the time of the call, as `smpc.executor.tensor_ops.on_summands` has them.
 
         What the module computes again in its backward, by checkpoints of its own, it would compute with its own ones. So with `back` its
@@ -147,10 +147,10 @@ class _Run:
         gradient = leaves[1].grad
         return cls(result.detach(), torch.zeros(()) if gradient is None else gradient)
 
-    def __add__(self, other: _Run) -> _Run:
-        return _Run(self.result + other.result, self.gradient + other.gradient)
+    def __add__(self, other: _ModuleResult) -> _ModuleResult:
+        return _ModuleResult(self.result + other.result, self.gradient + other.gradient)
 
-    def equals(self, other: _Run) -> bool:
+    def equals(self, other: _ModuleResult) -> bool:
         """But for rounding."""
         pairs = (self.result, other.result), (self.gradient, other.gradient)
         return all(a.shape == b.shape and torch.allclose(a, b, rtol=1e-4, atol=1e-5) for a, b in pairs)

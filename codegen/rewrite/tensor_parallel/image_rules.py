@@ -20,7 +20,7 @@ import dataclasses
 from collections.abc import Iterator, Mapping
 from types import MappingProxyType
 
-from smpc.codegen.rewrite.tensor_parallel.layouts import BROADCAST, PARTIAL, Kind, Layout
+from smpc.codegen.rewrite.tensor_parallel.layouts import BROADCAST, PARTIAL, Layout, LayoutKind
 from smpc.codegen.rewrite.tensor_parallel.strategy import (
     CONVOLUTIONS,
     Facts,
@@ -48,7 +48,7 @@ def in_groups(facts: Facts, node: Node, strategy: Strategy) -> Node:
         return node
     place, name = _GROUPS[short_name(node.target)]
     groups = argument(node, place, name, 1)
-    if groups % facts.degree or strategy.output.kind is not Kind.SHARDED or strategy.output.dim != 1:
+    if groups % facts.degree or strategy.output.kind is not LayoutKind.SHARDED or strategy.output.dim != 1:
         return node
     if len(node.args) > place:
         args = (*node.args[:place], groups // facts.degree, *node.args[place + 1 :])

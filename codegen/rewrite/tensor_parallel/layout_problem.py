@@ -47,9 +47,9 @@ from typing import Any
 from smpc.codegen.rewrite.tensor_parallel.layouts import (
     BROADCAST,
     REPLICATED,
-    Kind,
+    CollectiveStep,
     Layout,
-    Step,
+    LayoutKind,
     conversion,
     sent_bytes,
 )
@@ -114,7 +114,7 @@ class LayoutProblem:
         spec = self.spec(part)
         if source == target:
             return 0.0
-        if spec is None or (source.kind is Kind.SHARDED and self.trace.nodes[part].kind is NodeKind.GET_ATTR):
+        if spec is None or (source.kind is LayoutKind.SHARDED and self.trace.nodes[part].kind is NodeKind.GET_ATTR):
             return None
         if target == BROADCAST and not self.weights.sums_gradients and self.trace.nodes[part].kind is NodeKind.GET_ATTR:
             return 0.0
@@ -182,7 +182,9 @@ def _add_parameters(problem: LayoutProblem, allowed: Restriction) -> None:
             if producer == position:
                 wanted.update(dict.fromkeys(option.inputs[index] for option in problem.options[user]))
         may_shard = node.target not in problem.facts.read_inside
-        layouts = [layout for layout in wanted if layout == REPLICATED or (layout.kind is Kind.SHARDED and may_shard)]
+        layouts = [
+            layout for layout in wanted if layout == REPLICATED or (layout.kind is LayoutKind.SHARDED and may_shard)
+        ]
         options = (Strategy((), layout) for layout in layouts)
         problem.options[position] = tuple(option for option in options if allowed(node, option))
 
@@ -201,7 +203,7 @@ def _aliases_of_written(trace: Trace) -> frozenset[str]:
     return frozenset(found)
 
 
-def _steps_cost(steps: Sequence[Step], spec: TensorSpec, degree: int, weights: Weights) -> float:
+def _steps_cost(steps: Sequence[CollectiveStep], spec: TensorSpec, degree: int, weights: Weights) -> float:
     total = 0.0
     for step in steps:
         collectives = (step.forward > 0) + (step.backward > 0)
@@ -215,13 +217,13 @@ def _layout_option_cost(problem: LayoutProblem, part: int, option: Strategy, wei
     if node.kind is NodeKind.GET_ATTR:
         return (
             0.0
-            if option.output.kind is Kind.SHARDED or node.spec is None
+            if option.output.kind is LayoutKind.SHARDED or node.spec is None
             else excess * _state_cost(problem, part, weights)
         )
     work = max(node.bytes_moved * weights.per_byte_moved, node.flops * weights.per_flop)
     backward = 2.0 if problem.facts.requires_grad(node.name) else 0.0
     cost = 0.0 if option.divides_work else excess * work * (1.0 + backward)
-    if node.spec is not None and option.output.kind is not Kind.SHARDED:
+    if node.spec is not None and option.output.kind is not LayoutKind.SHARDED:
         cost += excess * node.spec.num_bytes * weights.activation
     cost += sum(num_bytes + weights.latency_bytes for num_bytes in (*option.sent, *option.sent_back))
     if node.kind is NodeKind.CALL_MODULE and not option.state:

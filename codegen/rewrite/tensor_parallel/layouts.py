@@ -33,7 +33,7 @@ from types import MappingProxyType
 from smpc.tracer.ir import StateSpec, TensorSpec
 
 
-class Kind(StrEnum):
+class LayoutKind(StrEnum):
     """See the module docstring."""
 
     REPLICATED = "R"
@@ -49,19 +49,19 @@ class Layout:
     `mirrored`: it is Z.
     """
 
-    kind: Kind
+    kind: LayoutKind
     dim: int = -1
     blocks: tuple[int, ...] = ()
     mirrored: bool = False
 
     def __post_init__(self) -> None:
-        assert (self.dim >= 0) == (self.kind is Kind.SHARDED), self
+        assert (self.dim >= 0) == (self.kind is LayoutKind.SHARDED), self
         assert self.dim >= 0 or not (self.blocks or self.mirrored), self
 
     @classmethod
     def sharded(cls, dim: int, blocks: tuple[int, ...] = (), mirrored: bool = False) -> Layout:
         """S, or Z, along a dimension."""
-        return cls(Kind.SHARDED, dim, blocks, mirrored)
+        return cls(LayoutKind.SHARDED, dim, blocks, mirrored)
 
     @property
     def is_plain(self) -> bool:
@@ -69,30 +69,30 @@ class Layout:
         return not (self.blocks or self.mirrored)
 
     def __str__(self) -> str:
-        if self.kind is not Kind.SHARDED:
+        if self.kind is not LayoutKind.SHARDED:
             return self.kind
         letter = "Z" if self.mirrored else "S"
         return f"{letter}({self.dim}|{','.join(map(str, self.blocks))})" if self.blocks else f"{letter}({self.dim})"
 
     def local_shape(self, shape: tuple[int, ...], degree: int) -> tuple[int, ...]:
         """The shape on a rank of a value of this shape."""
-        if self.kind is not Kind.SHARDED:
+        if self.kind is not LayoutKind.SHARDED:
             return shape
         assert shape[self.dim] % degree == 0, f"{self} of {shape} on {degree} ranks"
         return (*shape[: self.dim], shape[self.dim] // degree, *shape[self.dim + 1 :])
 
     def for_gradient(self, requires_grad: bool) -> Layout:
         """The same; B and R are one where there is no gradient."""
-        return self if requires_grad or self.kind is not Kind.BROADCAST else REPLICATED
+        return self if requires_grad or self.kind is not LayoutKind.BROADCAST else REPLICATED
 
 
-REPLICATED = Layout(Kind.REPLICATED)
-BROADCAST = Layout(Kind.BROADCAST)
-PARTIAL = Layout(Kind.PARTIAL)
+REPLICATED = Layout(LayoutKind.REPLICATED)
+BROADCAST = Layout(LayoutKind.BROADCAST)
+PARTIAL = Layout(LayoutKind.PARTIAL)
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
+class CollectiveStep:
     """A call of `smpc.executor.tensor_ops`, with the bytes it sends: see the module docstring."""
 
     function: str
@@ -100,39 +100,42 @@ class Step:
     backward: float = 0.0
 
 
-CONVERSIONS: Mapping[tuple[Kind, Kind], tuple[Step, ...]] = MappingProxyType(
+CONVERSIONS: Mapping[tuple[LayoutKind, LayoutKind], tuple[CollectiveStep, ...]] = MappingProxyType(
     {
-        (Kind.REPLICATED, Kind.BROADCAST): (Step("replicate_in", 0, 2),),
-        (Kind.REPLICATED, Kind.SHARDED): (Step("split", 0, 1),),
-        (Kind.REPLICATED, Kind.PARTIAL): (Step("to_partial"),),
-        (Kind.BROADCAST, Kind.SHARDED): (Step("own_part"),),
-        (Kind.PARTIAL, Kind.REPLICATED): (Step("all_reduce", 2, 0),),
-        (Kind.PARTIAL, Kind.BROADCAST): (Step("all_reduce", 2, 0), Step("replicate_in", 0, 2)),
-        (Kind.PARTIAL, Kind.SHARDED): (Step("reduce_scatter", 1, 1),),
-        (Kind.SHARDED, Kind.REPLICATED): (Step("all_gather", 1, 0),),
-        (Kind.SHARDED, Kind.BROADCAST): (Step("gather_in", 1, 1),),
+        (LayoutKind.REPLICATED, LayoutKind.BROADCAST): (CollectiveStep("replicate_in", 0, 2),),
+        (LayoutKind.REPLICATED, LayoutKind.SHARDED): (CollectiveStep("split", 0, 1),),
+        (LayoutKind.REPLICATED, LayoutKind.PARTIAL): (CollectiveStep("to_partial"),),
+        (LayoutKind.BROADCAST, LayoutKind.SHARDED): (CollectiveStep("own_part"),),
+        (LayoutKind.PARTIAL, LayoutKind.REPLICATED): (CollectiveStep("all_reduce", 2, 0),),
+        (LayoutKind.PARTIAL, LayoutKind.BROADCAST): (
+            CollectiveStep("all_reduce", 2, 0),
+            CollectiveStep("replicate_in", 0, 2),
+        ),
+        (LayoutKind.PARTIAL, LayoutKind.SHARDED): (CollectiveStep("reduce_scatter", 1, 1),),
+        (LayoutKind.SHARDED, LayoutKind.REPLICATED): (CollectiveStep("all_gather", 1, 0),),
+        (LayoutKind.SHARDED, LayoutKind.BROADCAST): (CollectiveStep("gather_in", 1, 1),),
     }
 )
 
 
-def conversion(source: Layout, target: Layout, spec: TensorSpec, degree: int) -> tuple[Step, ...] | None:
+def conversion(source: Layout, target: Layout, spec: TensorSpec, degree: int) -> tuple[CollectiveStep, ...] | None:
     """The steps from one layout of a value to another: none if they are the same, None if there is no way.
 
     Values without gradients are sliced without communication, and nothing of theirs goes backward.
     """
     if source == target:
         return ()
-    if source.kind is target.kind is Kind.SHARDED:
+    if source.kind is target.kind is LayoutKind.SHARDED:
         if source.dim == target.dim:
             return None
-        return (_without_gradient(Step("all_to_all", 1 / degree, 1 / degree), spec),)
-    if not spec.requires_grad and source.kind is Kind.REPLICATED and target.kind is Kind.SHARDED:
-        return (Step("own_part"),)
+        return (_without_gradient(CollectiveStep("all_to_all", 1 / degree, 1 / degree), spec),)
+    if not spec.requires_grad and source.kind is LayoutKind.REPLICATED and target.kind is LayoutKind.SHARDED:
+        return (CollectiveStep("own_part"),)
     steps = CONVERSIONS.get((source.kind, target.kind))
     return None if steps is None else tuple(_without_gradient(step, spec) for step in steps)
 
 
-def sent_bytes(step: Step, spec: TensorSpec, degree: int) -> tuple[int, int]:
+def sent_bytes(step: CollectiveStep, spec: TensorSpec, degree: int) -> tuple[int, int]:
     """Bytes that each rank sends in a step on a value of this (whole) spec, forward and backward."""
     share = spec.num_bytes * (degree - 1) / degree
     return round(step.forward * share), round(step.backward * share)
@@ -154,5 +157,5 @@ def contiguous_stride(shape: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(reversed(strides))
 
 
-def _without_gradient(step: Step, spec: TensorSpec) -> Step:
-    return step if spec.requires_grad else Step(step.function, step.forward)
+def _without_gradient(step: CollectiveStep, spec: TensorSpec) -> CollectiveStep:
+    return step if spec.requires_grad else CollectiveStep(step.function, step.forward)

@@ -38,9 +38,9 @@ from smpc.codegen.rewrite.tensor_parallel.layouts import (
     BROADCAST,
     PARTIAL,
     REPLICATED,
-    Kind,
+    CollectiveStep,
     Layout,
-    Step,
+    LayoutKind,
     contiguous_stride,
     conversion,
     local_state,
@@ -69,7 +69,7 @@ def on_parts(facts: Facts, node: Node, strategy: Strategy, group: Ref) -> Node:
     if summands:
         return dataclasses.replace(node, kwargs=((ON_SUMMANDS, (summands, group)), *node.kwargs))
     if strategy.way:
-        cut = next(layout for layout in strategy.inputs if layout.kind is Kind.SHARDED)
+        cut = next(layout for layout in strategy.inputs if layout.kind is LayoutKind.SHARDED)
         args = (group, (cut.dim, cut.blocks, cut.mirrored), *node.args)
         return dataclasses.replace(node, target=f"{TENSOR_OPS}.{strategy.way}", args=args)
     if short_name(node.target) == "cross_entropy" and strategy.sent:
@@ -102,7 +102,7 @@ _RESHAPING = {"torch.Tensor.view": "torch.Tensor.reshape", "torch.Tensor.view_as
 
 
 @dataclass(frozen=True, slots=True)
-class Collective:
+class InsertedCollective:
     """One call that the rewrite inserted, with the bytes that a rank sends for it, forward and backward."""
 
     node: str
@@ -124,7 +124,7 @@ class ShardedTrace:
     trace: Trace
     degree: int
     layouts: tuple[tuple[str, Layout], ...]  # of every parameter that is not whole, by canonical name
-    collectives: tuple[Collective, ...]
+    collectives: tuple[InsertedCollective, ...]
     proven: bool = True
     axis: str = TENSOR
     summed: tuple[str, ...] = ()  # parameters whose gradients are summands: what runs the trace sums them once a step
@@ -214,7 +214,7 @@ class _Writer:
     own: dict[str, Layout] = field(default_factory=dict)  # value -> layout in which it is computed
     made: dict[tuple[str, Layout], str] = field(default_factory=dict)  # (value, layout) -> node that has it
     specs: dict[str, TensorSpec] = field(default_factory=dict)  # local
-    collectives: list[Collective] = field(default_factory=list)
+    collectives: list[InsertedCollective] = field(default_factory=list)
     taken: dict[str, None] = field(default_factory=dict)
     group_name: str = ""
     summands: Mapping[str, str] = field(
@@ -278,7 +278,7 @@ class _Writer:
             whole = call.whole and not any(changed[call.first : call.last]) and not self._takes_slices(call)
             calls.append(dataclasses.replace(call, first=begins[call.first] if index else 0, last=last, whole=whole))
         regions = [dataclasses.replace(r, first=begins[r.first], last=begins[r.last]) for r in trace.regions]
-        layouts = {name: layout for name, layout in self.parameters.items() if layout.kind is Kind.SHARDED}
+        layouts = {name: layout for name, layout in self.parameters.items() if layout.kind is LayoutKind.SHARDED}
         state = tuple(local_state(s, layouts[s.name], degree) if s.name in layouts else s for s in trace.state)
         rewritten = dataclasses.replace(
             trace,
@@ -302,7 +302,7 @@ class _Writer:
     def _takes_slices(self, call: ModuleCall) -> bool:
         """Whether a module that computes what every rank computes is given slices, of which it may ask for the size."""
         given = references(call.argument_leaves) if call.first < call.last else ()
-        return any(self.own.get(name, REPLICATED).kind is Kind.SHARDED for name in given)
+        return any(self.own.get(name, REPLICATED).kind is LayoutKind.SHARDED for name in given)
 
     # -- nodes ---------------------------------------------------------------------------------------------------------
 
@@ -387,7 +387,7 @@ class _Writer:
     def _note_inside(self, node: Node, strategy: Strategy) -> None:
         """The collectives that an operation makes itself."""
         layouts = [*zip(node.inputs, strategy.inputs, strict=True)]
-        value, source = next((pair for pair in layouts if pair[1].kind is Kind.SHARDED), layouts[0])
+        value, source = next((pair for pair in layouts if pair[1].kind is LayoutKind.SHARDED), layouts[0])
         spec, instead = self.facts.spec(value), 0
         if spec is not None:
             gathering = conversion(source, REPLICATED, spec, self.choice.degree) or ()
@@ -397,7 +397,9 @@ class _Writer:
         saved = 0 if strategy.way else max(0, instead - sent)
         overlaps = strategy.way == RING
         name = strategy.way or ("all_reduce" if strategy.experts else short_name(node.target))
-        self.collectives.append(Collective(node.name, name, value, source, target, module, sent, back, saved, overlaps))
+        self.collectives.append(
+            InsertedCollective(node.name, name, value, source, target, module, sent, back, saved, overlaps)
+        )
 
     @property
     def _group(self) -> Ref:
@@ -408,7 +410,7 @@ class _Writer:
         node = self._viewable(node)
         strategy = self.strategies.get(node.name)
         self.made[node.name, layout], self.own[node.name] = node.name, layout
-        if node.spec is None or (layout.kind is not Kind.SHARDED and not (strategy and strategy.divides_work)):
+        if node.spec is None or (layout.kind is not LayoutKind.SHARDED and not (strategy and strategy.divides_work)):
             if node.spec is not None:
                 self.specs[node.name] = node.spec
             elif strategy is not None and strategy.divides_work:
@@ -422,7 +424,7 @@ class _Writer:
             spec = dataclasses.replace(node.spec, shape=shape, stride=found)
         self.specs[node.name] = spec
         is_recorded = 0 <= node.storage < len(self.trace.storages)
-        if layout.kind is Kind.SHARDED and is_recorded and not self._is_alias(node):
+        if layout.kind is LayoutKind.SHARDED and is_recorded and not self._is_alias(node):
             self.storages[node.storage] = self.trace.storages[node.storage] // self.choice.degree
         divided = self.choice.degree if node.kind is not NodeKind.GET_ATTR else 1
         return dataclasses.replace(
@@ -508,7 +510,14 @@ class _Writer:
         return current
 
     def _write_step(
-        self, value: str, current: str, source: Layout, target: Layout, step: Step, user: Node | None, call: int
+        self,
+        value: str,
+        current: str,
+        source: Layout,
+        target: Layout,
+        step: CollectiveStep,
+        user: Node | None,
+        call: int,
     ) -> None:
         whole = self.facts.spec(value)
         assert whole is not None
@@ -538,16 +547,18 @@ class _Writer:
         self.made[value, target] = node.name
         forward, backward = sent_bytes(step, whole, self.choice.degree)
         module = self.trace.calls[call].fqn
-        self.collectives.append(Collective(node.name, step.function, value, source, target, module, forward, backward))
+        self.collectives.append(
+            InsertedCollective(node.name, step.function, value, source, target, module, forward, backward)
+        )
 
-    def _step_args(self, current: str, source: Layout, target: Layout, step: Step) -> Iterator[Any]:
+    def _step_args(self, current: str, source: Layout, target: Layout, step: CollectiveStep) -> Iterator[Any]:
         yield Ref(current)
         if step.function == "all_to_all":
             yield target.dim
             yield source.dim
-        elif target.kind is Kind.SHARDED:
+        elif target.kind is LayoutKind.SHARDED:
             yield target.dim
-        elif source.kind is Kind.SHARDED:
+        elif source.kind is LayoutKind.SHARDED:
             yield source.dim
         yield self._group
 
@@ -560,17 +571,17 @@ class _Writer:
         return name
 
 
-def _pieces_as_step_arguments(source: Layout, target: Layout, step: Step) -> Iterator[tuple[str, Any]]:
+def _pieces_as_step_arguments(source: Layout, target: Layout, step: CollectiveStep) -> Iterator[tuple[str, Any]]:
     """The pieces of slices, as arguments of the step."""
     if step.function == "all_to_all":
         if not (source.is_plain and target.is_plain):
             yield "split_pieces", (target.blocks, target.mirrored)
             yield "gather_pieces", (source.blocks, source.mirrored)
         return
-    cut = target if target.kind is Kind.SHARDED else source
-    if cut.kind is Kind.SHARDED and cut.blocks:
+    cut = target if target.kind is LayoutKind.SHARDED else source
+    if cut.kind is LayoutKind.SHARDED and cut.blocks:
         yield "blocks", cut.blocks
-    if cut.kind is Kind.SHARDED and cut.mirrored:
+    if cut.kind is LayoutKind.SHARDED and cut.mirrored:
         yield "mirrored", True
 
 

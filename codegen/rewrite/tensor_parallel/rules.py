@@ -29,7 +29,7 @@ from typing import Any
 
 from smpc.codegen.rewrite.tensor_parallel.expert_rules import experts
 from smpc.codegen.rewrite.tensor_parallel.image_rules import IMAGE_RULES, in_groups, resized
-from smpc.codegen.rewrite.tensor_parallel.layouts import BROADCAST, PARTIAL, REPLICATED, Kind, Layout
+from smpc.codegen.rewrite.tensor_parallel.layouts import BROADCAST, PARTIAL, REPLICATED, Layout, LayoutKind
 from smpc.codegen.rewrite.tensor_parallel.strategy import (
     Facts,
     Rule,
@@ -128,7 +128,7 @@ def _as_other(rule: Rule) -> Rule:
         x, _ = names
         alone = dataclasses.replace(node, args=(Ref(x),))
         for way in rule(facts, alone):
-            other = way.output if way.output.kind is Kind.SHARDED else REPLICATED
+            other = way.output if way.output.kind is LayoutKind.SHARDED else REPLICATED
             yield dataclasses.replace(way, inputs=(*way.inputs, other))
 
     return strategies_of
@@ -283,14 +283,14 @@ def _order_of_index(index: Any, rank: int) -> list[int] | None:
 def localised(facts: Facts, node: Node, strategy: Strategy) -> Node:
     """The node with the sizes among its arguments as a rank has them."""
     name = short_name(node.target)
-    if strategy.output.kind is Kind.SHARDED and node.spec is not None:
+    if strategy.output.kind is LayoutKind.SHARDED and node.spec is not None:
         if name in ("view", "reshape", "expand"):
             local = strategy.output.local_shape(node.spec.shape, facts.degree)
             return _with_sizes(node, local)
         if name == "unflatten" or name == "flatten":
             local = strategy.output.local_shape(node.spec.shape, facts.degree)
             return _replaced(node, "torch.Tensor.reshape", (node.args[0], local), ())
-    if name == "split" and strategy.inputs[0].kind is Kind.SHARDED:
+    if name == "split" and strategy.inputs[0].kind is LayoutKind.SHARDED:
         along = argument(node, 2, "dim", 0) % len(facts.shape(node.inputs[0]))
         if strategy.inputs[0].dim == along:
             sizes = [size // facts.degree for size in split_sizes(node, facts.shape(node.inputs[0]))]

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
-from smpc.codegen.rewrite.tensor_parallel.layouts import BROADCAST, PARTIAL, Kind, Layout
+from smpc.codegen.rewrite.tensor_parallel.layouts import BROADCAST, PARTIAL, Layout, LayoutKind
 from smpc.tracer.constants import Ref
 from smpc.tracer.ir import Node, NodeKind, TensorSpec, Trace
 from smpc.tracer.targets import GETITEM
@@ -56,7 +56,7 @@ class Strategy:
     def divides_work(self) -> bool:
         """Whether each rank does a part of it only."""
         layouts = (*self.inputs, self.output, *(layout for _, layout in self.state))
-        return any(layout.kind is Kind.SHARDED for layout in layouts)
+        return any(layout.kind is LayoutKind.SHARDED for layout in layouts)
 
 
 def short_name(target: str) -> str:

@@ -27,7 +27,7 @@ from torch import nn
 
 from smpc.codegen.rewrite.tensor_parallel.fused_experts import FusedExperts, fused_experts
 from smpc.codegen.rewrite.tensor_parallel.layout_problem import Weights
-from smpc.codegen.rewrite.tensor_parallel.layouts import PARTIAL, REPLICATED, Kind, Layout
+from smpc.codegen.rewrite.tensor_parallel.layouts import PARTIAL, REPLICATED, Layout, LayoutKind
 from smpc.codegen.rewrite.tensor_parallel.search import ShardingChoice, choose
 from smpc.codegen.rewrite.tensor_parallel.strategy import Facts, Strategy, short_name
 from smpc.config.files import parse_json, read_text
@@ -157,7 +157,7 @@ class _Whole:
         """Whether none of them is divided."""
         if node.kind is NodeKind.GET_ATTR:
             return self.fits(node.target, strategy.output)
-        divided = {name: layout for name, layout in strategy.state if layout.kind is Kind.SHARDED}
+        divided = {name: layout for name, layout in strategy.state if layout.kind is LayoutKind.SHARDED}
         if not divided:
             return True
         if strategy.experts:
@@ -172,7 +172,7 @@ class _Whole:
 
     def fits(self, name: str, layout: Layout) -> bool:
         """Whether a parameter may lie so."""
-        return name not in self._names or layout.kind is not Kind.SHARDED
+        return name not in self._names or layout.kind is not LayoutKind.SHARDED
 
 
 class _Restriction(_Whole):
@@ -195,7 +195,7 @@ class _Restriction(_Whole):
         if node.kind is NodeKind.GET_ATTR:
             return self._allows(node.target, strategy.output, node)
         if node.kind is NodeKind.CALL_MODULE:
-            split = {name: layout for name, layout in strategy.state if layout.kind is Kind.SHARDED}
+            split = {name: layout for name, layout in strategy.state if layout.kind is LayoutKind.SHARDED}
             own = [name for name in self._aliases if name.startswith(f"{node.target}.") and name not in self._names]
             return all(self._allows(name, split.get(name, REPLICATED), None) for name in own)
         return True
@@ -227,8 +227,8 @@ class _Restriction(_Whole):
             return layout == wanted
         style = self._style(name)
         if style == _WHOLE or node is None or (style == _ROWS and not name.endswith("weight")):
-            return layout.kind is Kind.REPLICATED
-        if layout.kind is not Kind.SHARDED:
+            return layout.kind is LayoutKind.REPLICATED
+        if layout.kind is not LayoutKind.SHARDED:
             return False
         columns = [_column_dim(user, node) for user in self._users.get(node.name, ())]
         return all((layout.dim == dim) == (style == _COLUMNS) for dim in columns)

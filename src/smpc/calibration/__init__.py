@@ -8,6 +8,6 @@ ranks, all work at once, as in training, and then send each other messages (`wir
 """
 
 from smpc.calibration.measure_device import calibrate, to_toml
-from smpc.calibration.ranks import Ranks
+from smpc.calibration.ranks import CalibrationRanks
 
-__all__ = ["Ranks", "calibrate", "to_toml"]
+__all__ = ["CalibrationRanks", "calibrate", "to_toml"]

@@ -20,7 +20,7 @@ import torch
 
 from smpc.calibration.operations import Rates, measure, rates, repeated, views
 from smpc.calibration.programs import measure_programs
-from smpc.calibration.ranks import Ranks
+from smpc.calibration.ranks import CalibrationRanks
 from smpc.calibration.wires import Wires, assumed, measure_host, measure_wires
 from smpc.errors import ConfigError
 from smpc.partitioner.costs.device import ALL, Curve, Device, Kernels, Wire
@@ -34,7 +34,7 @@ _STATE = 28  # bytes that AdamW reads and writes for each float32 element: param
 _OPTIMIZED = 1 << 21  # elements
 
 
-def calibrate(ranks: Ranks, seconds: float = 60.0, show: Callable[..., None] = lambda *_: None) -> Device:
+def calibrate(ranks: CalibrationRanks, seconds: float = 60.0, show: Callable[..., None] = lambda *_: None) -> Device:
     """This machine as a device, measured in about so many seconds. Collective over the ranks; the same on each."""
     dtype = torch.bfloat16 if ranks.device.type == "cuda" else torch.float32
     samples = measure(ranks, _MEASURED * seconds, dtype, show)
@@ -103,12 +103,12 @@ def _measured_attention(found: Mapping[str, Rates], peak: float) -> tuple[float,
     return forward, backward
 
 
-def _mean_measure_of_ranks(ranks: Ranks, value: float) -> float:
+def _mean_measure_of_ranks(ranks: CalibrationRanks, value: float) -> float:
     """The mean over the ranks."""
     return ranks.mean([value])[0]
 
 
-def _peak_flops(ranks: Ranks, base: torch.dtype, peak: float) -> dict[str, float]:
+def _peak_flops(ranks: CalibrationRanks, base: torch.dtype, peak: float) -> dict[str, float]:
     """FLOP/s by dtype: the peak in that of the probes, and others by a product in both."""
     dtypes = dict.fromkeys((base, torch.float32, torch.bfloat16, torch.float16, torch.float64))
     times = {str(dtype).removeprefix("torch."): _product_seconds(ranks, dtype) for dtype in dtypes}
@@ -116,19 +116,19 @@ def _peak_flops(ranks: Ranks, base: torch.dtype, peak: float) -> dict[str, float
     return {name: peak * own / seconds for name, seconds in times.items()}
 
 
-def _launch_seconds(ranks: Ranks) -> float:
+def _launch_seconds(ranks: CalibrationRanks) -> float:
     """Of an operation on next to nothing."""
     tensor = torch.zeros(8, device=ranks.device)
     return _mean_measure_of_ranks(ranks, repeated(lambda: tensor.add(1), ranks))
 
 
-def _view_seconds(ranks: Ranks) -> float:
+def _view_seconds(ranks: CalibrationRanks) -> float:
     """Of a view that autograd keeps book of."""
     tensor = torch.zeros(8, 8, device=ranks.device, requires_grad=True)
     return _mean_measure_of_ranks(ranks, repeated(lambda: tensor.view(64), ranks))
 
 
-def _product_seconds(ranks: Ranks, dtype: torch.dtype) -> float:
+def _product_seconds(ranks: CalibrationRanks, dtype: torch.dtype) -> float:
     """Of a product of two squares."""
     side = _SIDE if ranks.device.type == "cpu" else 8 * _SIDE
     a, b = (torch.ones(side, side, device=ranks.device, dtype=dtype) for _ in range(2))
@@ -136,7 +136,7 @@ def _product_seconds(ranks: Ranks, dtype: torch.dtype) -> float:
     return _mean_measure_of_ranks(ranks, repeated(lambda: a @ b, ranks))
 
 
-def _optimizer_share(ranks: Ranks, bandwidth: float) -> float:
+def _optimizer_share(ranks: CalibrationRanks, bandwidth: float) -> float:
     """What a step of AdamW gets of the bandwidth, by the bytes that it has to move."""
     parameter = torch.nn.Parameter(torch.zeros(_OPTIMIZED, device=ranks.device))
     parameter.grad = torch.zeros_like(parameter)
@@ -146,7 +146,7 @@ def _optimizer_share(ranks: Ranks, bandwidth: float) -> float:
     return min(1.0, max(_LEAST, _STATE * _OPTIMIZED / seconds / bandwidth))
 
 
-def _memory_bytes(ranks: Ranks) -> int:
+def _memory_bytes(ranks: CalibrationRanks) -> int:
     """What a rank may have."""
     if ranks.device.type == "cuda":
         return int(torch.cuda.get_device_properties(ranks.device).total_memory)
@@ -228,7 +228,7 @@ def _toml_number(value: float) -> str:
 
 def calibrate_to(path: str, seconds: float, show: Callable[..., None] = lambda *_: None) -> None:
     """Measure this machine in about so many seconds; rank 0 writes the file and says so. ConfigError where it cannot be written."""
-    ranks = Ranks.here()
+    ranks = CalibrationRanks.here()
     device = calibrate(ranks, seconds, show)
     if ranks.rank == 0:
         text = to_toml(device, _toml_source(ranks))
@@ -239,7 +239,7 @@ def calibrate_to(path: str, seconds: float, show: Callable[..., None] = lambda *
     ranks.end()
 
 
-def _toml_source(ranks: Ranks) -> str:
+def _toml_source(ranks: CalibrationRanks) -> str:
     """What the file says of how it was measured."""
     day = datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d")
     at_once = "one process" if ranks.size == 1 else f"{ranks.size} processes at once"

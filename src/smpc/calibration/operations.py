@@ -24,8 +24,8 @@ from typing import TypeVar
 import numpy as np
 import torch
 
-from smpc.calibration.probes import Probe, probes
-from smpc.calibration.ranks import Ranks
+from smpc.calibration.probes import ProbeModel, probes
+from smpc.calibration.ranks import CalibrationRanks
 from smpc.partitioner.costs.cost import NodeTimes, Work, work_of
 from smpc.partitioner.costs.device import Curve
 from smpc.partitioner.costs.timing import Stopwatch
@@ -51,7 +51,7 @@ class Sample:
 class _Stopwatch(Stopwatch):
     """Times nodes by the clock of the ranks."""
 
-    ranks: Ranks
+    ranks: CalibrationRanks
     timer: Callable[[], float]
 
     def clock(self) -> float:
@@ -68,14 +68,16 @@ class _Stopwatch(Stopwatch):
 
 @dataclass
 class _Running:
-    probe: Probe
+    probe: ProbeModel
     trace: Trace
     stopwatch: _Stopwatch
     passes: list[NodeTimes]
     alone: list[tuple[float, float]]  # forward and backward of the model by itself; empty: it does not run
 
 
-def measure(ranks: Ranks, seconds: float, dtype: torch.dtype, show: Callable[[str, int, int], None]) -> list[Sample]:
+def measure(
+    ranks: CalibrationRanks, seconds: float, dtype: torch.dtype, show: Callable[[str, int, int], None]
+) -> list[Sample]:
     """A sample for each node of each probe that there is time for."""
     started = time.monotonic()
     running, skipped = list[_Running](), set[str]()
@@ -113,7 +115,7 @@ def _by_itself(item: _Running) -> tuple[float, float]:
     return middle - start, clock() - middle
 
 
-def _seconds_of_looking_at_operation(item: _Running, ranks: Ranks) -> tuple[float, float]:
+def _seconds_of_looking_at_operation(item: _Running, ranks: CalibrationRanks) -> tuple[float, float]:
     """Seconds by which looking lengthens the forward of a node, and its backward."""
     passes = _steady_operations(item.passes, [float(p.forward.sum() + p.backward.sum()) for p in item.passes])
     alone = _steady_operations(item.alone, [sum(both) for both in item.alone])
@@ -126,7 +128,7 @@ def _seconds_of_looking_at_operation(item: _Running, ranks: Ranks) -> tuple[floa
     return forward, backward
 
 
-def _start_timed_probe(probe: Probe, ranks: Ranks) -> tuple[_Running, float]:
+def _start_timed_probe(probe: ProbeModel, ranks: CalibrationRanks) -> tuple[_Running, float]:
     """A probe that is ready to be timed, and the seconds of a pass."""
     torch.manual_seed(0)
     model, inputs = probe.model().train(), probe.inputs()
@@ -140,7 +142,7 @@ def _start_timed_probe(probe: Probe, ranks: Ranks) -> tuple[_Running, float]:
     return _Running(probe, trace, stopwatch, [], []), time.monotonic() - start
 
 
-def _operation_samples(item: _Running, ranks: Ranks, looking: tuple[float, float]) -> Iterable[Sample]:
+def _operation_samples(item: _Running, ranks: CalibrationRanks, looking: tuple[float, float]) -> Iterable[Sample]:
     passes = _steady_operations(item.passes, [float(p.forward.sum() + p.backward.sum()) for p in item.passes])
     forward, backward = (
         ranks.mean(list(np.mean(part, axis=0))) for part in ([p.forward for p in passes], [p.backward for p in passes])
@@ -169,14 +171,14 @@ def _less(seconds: float, overhead: float) -> float:
     return max(seconds - overhead, seconds / 10)
 
 
-def _operation_overhead(ranks: Ranks) -> float:
+def _operation_overhead(ranks: CalibrationRanks) -> float:
     """Seconds that waiting for the device adds to each operation that is timed by itself."""
     tensor = torch.zeros(8, device=ranks.device)
     alone = repeated(lambda: tensor.add(1), ranks, waits=True)
     return max(0.0, alone - repeated(lambda: tensor.add(1), ranks))
 
 
-def repeated(body: Callable[[], object], ranks: Ranks, *, waits: bool = False, least: float = 0.01) -> float:
+def repeated(body: Callable[[], object], ranks: CalibrationRanks, *, waits: bool = False, least: float = 0.01) -> float:
     """Seconds of one call among many, one after another; `waits`: for the device after each."""
     count, best, timer = 1, math.inf, ranks.timer()
     while True:

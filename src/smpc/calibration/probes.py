@@ -25,7 +25,7 @@ _LONGEST = 1024  # tokens of a sequence
 
 
 @dataclass(frozen=True)
-class Probe:
+class ProbeModel:
     """A model to be measured, and what it is given; `family` and `size`: its place among others."""
 
     family: str
@@ -34,7 +34,7 @@ class Probe:
     inputs: Callable[[], tuple[Any, ...]]
 
 
-def probes(dtype: torch.dtype, device: torch.device) -> Iterator[Probe]:
+def probes(dtype: torch.dtype, device: torch.device) -> Iterator[ProbeModel]:
     """All of them, the smallest of each family first."""
     for width in _WIDTHS:
         yield _text_probe(width, dtype, device)
@@ -42,7 +42,7 @@ def probes(dtype: torch.dtype, device: torch.device) -> Iterator[Probe]:
         yield _image_probe(channels, dtype, device)
 
 
-def _text_probe(width: int, dtype: torch.dtype, device: torch.device) -> Probe:
+def _text_probe(width: int, dtype: torch.dtype, device: torch.device) -> ProbeModel:
     """A probe of operations on text."""
     tokens = 2 * width
     length = min(tokens // 2, _LONGEST)
@@ -50,12 +50,12 @@ def _text_probe(width: int, dtype: torch.dtype, device: torch.device) -> Probe:
     def inputs() -> tuple[Any, ...]:
         return (torch.randint(0, 4 * width, (tokens // length, length), device=device),)
 
-    return Probe("text", width, lambda: TextProbe(width).to(device, dtype), inputs)
+    return ProbeModel("text", width, lambda: TextProbe(width).to(device, dtype), inputs)
 
 
-def _image_probe(channels: int, dtype: torch.dtype, device: torch.device) -> Probe:
+def _image_probe(channels: int, dtype: torch.dtype, device: torch.device) -> ProbeModel:
     """A probe of operations on images."""
-    return Probe(
+    return ProbeModel(
         "image",
         channels,
         lambda: ImageProbe(channels).to(device, dtype),

@@ -29,14 +29,14 @@ from torch.distributed.device_mesh import DeviceMesh
 
 import smpc.v1 as smp
 from smpc.calibration.operations import steady
-from smpc.calibration.probes import Probe, TextProbe, probes
-from smpc.calibration.ranks import Ranks
+from smpc.calibration.probes import ProbeModel, TextProbe, probes
+from smpc.calibration.ranks import CalibrationRanks
 from smpc.calibration.wires import Wires
 from smpc.compile import compile_model
 from smpc.executor.split_backward.intercept import Deferral
 from smpc.executor.split_backward.pending import Pending
 from smpc.executor.transport.loopback import loopback_transports
-from smpc.partitioner.costs.collectives import Kind
+from smpc.partitioner.costs.collectives import CollectiveKind
 from smpc.partitioner.costs.cost import deferred_of, name_of
 from smpc.partitioner.costs.device import Curve, at
 from smpc.runtime import Runtime
@@ -65,7 +65,7 @@ class Programs:
     deferred: Mapping[str, Curve] = field(default_factory=dict)
 
 
-def measure_programs(ranks: Ranks, dtype: torch.dtype, seconds: float, wires: Wires) -> Programs:
+def measure_programs(ranks: CalibrationRanks, dtype: torch.dtype, seconds: float, wires: Wires) -> Programs:
     """In about so many seconds, with the wires of the same ranks. Collective over the ranks; the same on each."""
     if ranks.device.type != "cpu":
         return Programs()
@@ -77,7 +77,7 @@ def measure_programs(ranks: Ranks, dtype: torch.dtype, seconds: float, wires: Wi
     return Programs(action, step, unit, unit_step, deferred)
 
 
-class _Blocks(nn.Module):
+class _SmallBlocks(nn.Module):
     """Small blocks in a row, [rows, width] to a loss; each has as many layers and parameters as a transformer's."""
 
     def __init__(self) -> None:
@@ -93,9 +93,9 @@ class _Blocks(nn.Module):
         return x.square().mean()
 
 
-def _program_seconds_of_executor(ranks: Ranks) -> tuple[float, float]:
+def _program_seconds_of_executor(ranks: CalibrationRanks) -> tuple[float, float]:
     """Of an action, and of a step."""
-    blocks, rows = _Blocks(), torch.ones(4, _WIDTH)
+    blocks, rows = _SmallBlocks(), torch.ones(4, _WIDTH)
     added = _added_by_stage(ranks, blocks, rows, _MANY) - _added_by_stage(ranks, blocks, rows, 1)
     action = max(0.0, added / (2 * (_MANY - 1)))
     text = TextProbe(64).train()
@@ -110,9 +110,9 @@ def _script_step(model: smp.DistributedModel, rows: Tensor) -> Tensor:
     return loss
 
 
-def _program_seconds_of_script(ranks: Ranks, action: float, wires: Wires) -> float:
+def _program_seconds_of_script(ranks: CalibrationRanks, action: float, wires: Wires) -> float:
     """Of a training script's step, of one microbatch through all ranks."""
-    rows, blocks = torch.ones(4, _WIDTH), _Blocks()
+    rows, blocks = torch.ones(4, _WIDTH), _SmallBlocks()
     whole = steady([_seconds_of(lambda: blocks(rows).backward(), blocks) for _ in range(_ROUNDS)])
     smp.init({"pipeline_parallel_degree": ranks.size, "microbatches": 1, "ddp": False})
     model = smp.DistributedModel(blocks)
@@ -137,7 +137,7 @@ def _seconds_of(body: Callable[[], object], model: nn.Module) -> float:
     return time.perf_counter() - start
 
 
-def _added_by_stage(ranks: Ranks, model: nn.Module, inputs: Tensor, microbatches: int) -> float:
+def _added_by_stage(ranks: CalibrationRanks, model: nn.Module, inputs: Tensor, microbatches: int) -> float:
     """Seconds that a step of one stage takes longer than the model by itself; a microbatch is `inputs`."""
     batch = torch.cat([inputs] * microbatches)
     compiled = compile_model(
@@ -159,7 +159,7 @@ def _added_by_stage(ranks: Ranks, model: nn.Module, inputs: Tensor, microbatches
 
 
 def _program_difference(
-    ranks: Ranks,
+    ranks: CalibrationRanks,
     one: Callable[[], object],
     other: Callable[[], object],
     model: nn.Module,
@@ -179,9 +179,9 @@ def _program_difference(
     return found
 
 
-def _program_seconds_of_unit(ranks: Ranks, wires: Wires) -> tuple[float, float]:
+def _program_seconds_of_unit(ranks: CalibrationRanks, wires: Wires) -> tuple[float, float]:
     """Of a unit in parts, in a microbatch, and once in a step: by the clock, so that it has what ranks wait for each other."""
-    whole, divided = _Blocks(), _Blocks()
+    whole, divided = _SmallBlocks(), _SmallBlocks()
     group = [
         dist.new_group(list(range(first, first + ranks.per_host))) for first in range(0, ranks.size, ranks.per_host)
     ][ranks.rank // ranks.per_host]
@@ -208,11 +208,13 @@ def _program_seconds_of_unit(ranks: Ranks, wires: Wires) -> tuple[float, float]:
     ]
     unit = max(0.0, (found[0] - found[1]) / ((_MANY - 1) * len(units)))
     sent = sum(parameter.numel() for parameter in whole.parameters()) * 4 / len(units) / ranks.per_host
-    exchanged = sum(sent / at(wires.collectives[kind], sent) for kind in (Kind.ALL_GATHER, Kind.REDUCE_SCATTER))
+    exchanged = sum(
+        sent / at(wires.collectives[kind], sent) for kind in (CollectiveKind.ALL_GATHER, CollectiveKind.REDUCE_SCATTER)
+    )
     return unit, max(0.0, found[1] / len(units) - unit - exchanged)
 
 
-def _program_seconds_of_deferred(ranks: Ranks, dtype: torch.dtype, seconds: float) -> dict[str, Curve]:
+def _program_seconds_of_deferred(ranks: CalibrationRanks, dtype: torch.dtype, seconds: float) -> dict[str, Curve]:
     """Of a call, by name and FLOPs."""
     found: dict[str, list[tuple[float, float]]] = {}
     skipped: set[str] = set()
@@ -229,7 +231,7 @@ def _program_seconds_of_deferred(ranks: Ranks, dtype: torch.dtype, seconds: floa
     return {name: tuple(sorted(points)) for name, points in sorted(found.items())}
 
 
-def _deferred_by(probe: Probe, ranks: Ranks) -> tuple[str, float, float]:
+def _deferred_by(probe: ProbeModel, ranks: CalibrationRanks) -> tuple[str, float, float]:
     """(name, typical FLOPs, seconds) of the calls of a probe whose backward is in two parts; they all have one name."""
     torch.manual_seed(0)
     model, inputs = probe.model().train(), probe.inputs()

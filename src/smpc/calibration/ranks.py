@@ -16,7 +16,7 @@ from smpc.executor.host_memory.freed_memory import keep_freed_memory
 
 
 @dataclass(frozen=True)
-class Ranks:
+class CalibrationRanks:
     """This process among them, and where it computes. What they do together is collective over all of them."""
 
     rank: int
@@ -25,7 +25,7 @@ class Ranks:
     device: torch.device
 
     @classmethod
-    def here(cls) -> Ranks:
+    def here(cls) -> CalibrationRanks:
         """The ranks of the launcher's environment; alone without one. Makes their process group, and has memory as ranks in training."""
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         if device.type == "cpu":

@@ -22,11 +22,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from smpc.calibration.operations import repeated, steady
-from smpc.calibration.ranks import Ranks
+from smpc.calibration.ranks import CalibrationRanks
 from smpc.executor.collectives import TensorGroup, all_reduce
 from smpc.executor.measure.link_measurement import measure_wire
 from smpc.executor.transport import GlooTransport, NcclTransport, Transport
-from smpc.partitioner.costs.collectives import IN_OPERATIONS, Kind
+from smpc.partitioner.costs.collectives import IN_OPERATIONS, CollectiveKind
 from smpc.partitioner.costs.device import Curve, Wire
 
 _SIZES = (1 << 10, 1 << 14, 1 << 17, 1 << 20, 1 << 22)  # float32 elements
@@ -47,7 +47,7 @@ class Wires:
     collectives: Mapping[str, Curve]
 
 
-def measure_wires(ranks: Ranks) -> Wires:
+def measure_wires(ranks: CalibrationRanks) -> Wires:
     """Of all ranks; the same on each."""
     inside = between = None
     collectives: dict[str, Curve] = {}
@@ -63,7 +63,7 @@ def measure_wires(ranks: Ranks) -> Wires:
     return result
 
 
-def _measured_wire(ranks: Ranks, pair: list[int]) -> Wire | None:
+def _measured_wire(ranks: CalibrationRanks, pair: list[int]) -> Wire | None:
     """The wire between two ranks, on these; None on others. Collective over all."""
     group = dist.new_group(pair, timeout=_TIMEOUT)
     found = None
@@ -81,7 +81,7 @@ def _measured_wire(ranks: Ranks, pair: list[int]) -> Wire | None:
     return found
 
 
-def _collectives_on_wires(ranks: Ranks) -> dict[str, Curve]:
+def _collectives_on_wires(ranks: CalibrationRanks) -> dict[str, Curve]:
     """Of the ranks of the first host; those of others do the same at once."""
     groups = [
         dist.new_group(list(range(first, first + ranks.per_host)), timeout=_TIMEOUT)
@@ -124,14 +124,14 @@ def _collective_calls(group: dist.ProcessGroup) -> Iterator[tuple[str, Callable[
         return dist.all_to_all_single(torch.empty_like(whole), whole, group=group)
 
     ours = TensorGroup.of(group)
-    yield Kind.ALL_REDUCE, reduce, 2
-    yield Kind.ALL_GATHER, gather, 1
-    yield Kind.REDUCE_SCATTER, scatter, 1
-    yield Kind.ALL_TO_ALL, exchange, 1
+    yield CollectiveKind.ALL_REDUCE, reduce, 2
+    yield CollectiveKind.ALL_GATHER, gather, 1
+    yield CollectiveKind.REDUCE_SCATTER, scatter, 1
+    yield CollectiveKind.ALL_TO_ALL, exchange, 1
     yield IN_OPERATIONS, lambda whole: all_reduce(whole, ours), 2
 
 
-def _seconds_on_wire(call: Callable[[], object], ranks: Ranks) -> float:
+def _seconds_on_wire(call: Callable[[], object], ranks: CalibrationRanks) -> float:
     """Of one call, until all ranks are done: near the least of some."""
     times = []
     for _ in range(_ROUNDS):
@@ -144,7 +144,7 @@ def _seconds_on_wire(call: Callable[[], object], ranks: Ranks) -> float:
     return ranks.most(steady(times))
 
 
-def _between_products(call: Callable[[], object], length: int, ranks: Ranks) -> float:
+def _between_products(call: Callable[[], object], length: int, ranks: CalibrationRanks) -> float:
     """Seconds by which a row of so many products grows for each call between them."""
     square = torch.ones(_SIDE, _SIDE, device=ranks.device)
 
@@ -162,13 +162,13 @@ def assumed(bandwidth: float) -> Wire:
     return Wire(bandwidth / 2, 50e-6)
 
 
-def measure_host(ranks: Ranks) -> Wire:
+def measure_host(ranks: CalibrationRanks) -> Wire:
     """What offloaded values are copied over, the slower of both directions: from pinned memory to a GPU and back; on a CPU, in memory."""
     small, large = (_copy_seconds(ranks, elements) for elements in (1, _COPIED))
     return Wire(4 * _COPIED / ranks.mean([large])[0], ranks.mean([small])[0])
 
 
-def _copy_seconds(ranks: Ranks, elements: int) -> float:
+def _copy_seconds(ranks: CalibrationRanks, elements: int) -> float:
     """Of one copy, the device done."""
     here = torch.zeros(elements, device=ranks.device)
     ranks.together()

@@ -35,7 +35,7 @@ from smpc.errors import CheckpointError
 _Key = tuple[str, str, tuple[int, ...]]
 
 
-class Pending(Protocol):
+class PendingSave(Protocol):
     """See `Saving`. `share`: this rank's part, in tensors that may be replaced by copies before `write`."""
 
     share: list[Shard]
@@ -68,7 +68,7 @@ class BackgroundSaver:
         """
         self.start(Saving(root, tag, content, self._channel, force=force, keep=keep))
 
-    def start(self, saving: Pending) -> None:
+    def start(self, saving: PendingSave) -> None:
         """Start to save anything that saves in the steps of `Saving`, over this saver's channel. Raises as `save` does."""
         self.wait()
         saving.agree()
@@ -112,7 +112,7 @@ class BackgroundSaver:
             self._copies.clear()
             atexit.unregister(self._at_exit)
 
-    def _run(self, saving: Pending) -> None:
+    def _run(self, saving: PendingSave) -> None:
         try:
             self._path = saving.write()
         except BaseException as error:

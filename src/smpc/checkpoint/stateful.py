@@ -42,7 +42,7 @@ class Purpose(StrEnum):
     LOAD = "load"  # to fill the tensors in it
 
 
-class Held(dict[str, Any]):
+class LocalStateDict(dict[str, Any]):
     """A state dict of views of this rank's part; `load_state_dict` completes a load after torch has filled the views."""
 
 

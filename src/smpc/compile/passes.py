@@ -52,7 +52,7 @@ from smpc.partitioner.costs.timing import measure_times, measure_workspace
 from smpc.partitioner.graph.plan import Plan, plan_warnings
 from smpc.partitioner.solve import with_size_note
 from smpc.sample_inputs import Inputs, as_inputs, first_microbatch
-from smpc.tracer.attempt import Request
+from smpc.tracer.attempt import RecordingRequest
 from smpc.tracer.ir import Trace
 from smpc.tracer.record import record_guarded
 from smpc.tracer.state.state_use import other_forms
@@ -138,7 +138,7 @@ def compile_batch(
     show = show_phase or (lambda phase: None)
     inputs = first_microbatch(as_inputs(sample_inputs), options.microbatches)
     show("Tracing the model")
-    request, experts = Request(*inputs), _experts_of(model, options)
+    request, experts = RecordingRequest(*inputs), _experts_of(model, options)
     recording = record_guarded(model, request, options.leaf_modules)
     if inside := recorded_inside(recording.trace, experts):
         _check_block_is_part(inside, experts)

@@ -42,7 +42,7 @@ from smpc.codegen.simulate import Timeline
 from smpc.compile.options import PipelineOptions
 from smpc.compile.result import Traced
 from smpc.mesh import Axis, Mesh
-from smpc.partitioner.costs.collectives import Kind, collective_time
+from smpc.partitioner.costs.collectives import CollectiveKind, collective_time
 from smpc.partitioner.costs.cost import collective_times, useful_times
 from smpc.partitioner.costs.device import Device, Group, Kernels
 from smpc.partitioner.graph.plan import Plan, Stage
@@ -236,7 +236,7 @@ def _agreement_seconds(around: StepSurroundings) -> float:
     """Seconds in which ranks that share operations or gradients agree on the end of a step, where steps take time beside operations."""
     device = around.devices[0]
     groups = (around.tensor, around.replicas, around.context) if device.kernels.step else ()
-    return sum(collective_time(Kind.ALL_REDUCE, 8, group, device) for group in groups)
+    return sum(collective_time(CollectiveKind.ALL_REDUCE, 8, group, device) for group in groups)
 
 
 def _unit_bytes(trace: Trace, around: StepSurroundings) -> tuple[int, ...]:
@@ -265,7 +265,9 @@ def _step_waits(around: StepSurroundings, device: Device) -> bool:
     return around.sharding is Sharding.FULL and device.transport == "gloo"
 
 
-def _in_units(kind: Kind, num_bytes: float, around: StepSurroundings, device: Device, units: Sequence[int]) -> float:
+def _in_units(
+    kind: CollectiveKind, num_bytes: float, around: StepSurroundings, device: Device, units: Sequence[int]
+) -> float:
     """Seconds of collectives of so many bytes: of one, or of one for each unit, by its part of the bytes of all."""
     whole = sum(units)
     sizes = [num_bytes * unit / whole for unit in units] if whole else [num_bytes]
@@ -274,7 +276,7 @@ def _in_units(kind: Kind, num_bytes: float, around: StepSurroundings, device: De
 
 def _reduce_times(stage: Stage, around: StepSurroundings, device: Device, units: Sequence[int]) -> tuple[float, float]:
     """Seconds to sum a stage's gradients over the replicas: all, and one bucket."""
-    kind = Kind.REDUCE_SCATTER if around.sharding is Sharding.FULL else Kind.ALL_REDUCE
+    kind = CollectiveKind.REDUCE_SCATTER if around.sharding is Sharding.FULL else CollectiveKind.ALL_REDUCE
     whole = _in_units(kind, stage.gradient_bytes, around, device, units)
     return whole, collective_time(kind, min(stage.gradient_bytes, BUCKET_BYTES), around.replicas, device)
 
@@ -286,13 +288,15 @@ def _gather_seconds_of_step(
     if around.sharding is Sharding.NONE:
         return 0.0
     held = sum(stage.parameter_bytes for stage in stages)
-    whole = _in_units(Kind.ALL_GATHER, _whole_bytes(held, around), around, device, units)
+    whole = _in_units(CollectiveKind.ALL_GATHER, _whole_bytes(held, around), around, device, units)
     if around.sharding is Sharding.STATE or _step_waits(around, device):
         return whole
     hidden = sum(
         stage.forward_time for stage in stages
     )  # all but the first layer's are under way while the one before works
-    first = collective_time(Kind.ALL_GATHER, min(_whole_bytes(held, around), BUCKET_BYTES), around.replicas, device)
+    first = collective_time(
+        CollectiveKind.ALL_GATHER, min(_whole_bytes(held, around), BUCKET_BYTES), around.replicas, device
+    )
     return max(first, whole - hidden)
 
 

@@ -26,7 +26,7 @@ from torch.torch_version import TorchVersion
 
 from smpc import dist
 from smpc.checkpoint.folder.files import read_file
-from smpc.checkpoint.torch_format.agreement import Ranks, is_url
+from smpc.checkpoint.torch_format.agreement import CoordinatedRanks, is_url
 from smpc.checkpoint.torch_format.loading import load_state
 from smpc.checkpoint.torch_format.reader import TorchFormatReader as FolderFiles
 from smpc.composer import storage
@@ -149,7 +149,7 @@ class FolderReader:
         state = {self._names[name]: target for name, target in targets.items()}
         group = distributed.group.WORLD if distributed.is_initialized() else None
         if state:
-            load_state(state, FolderFiles(self._path), Ranks(group), self._planner, same_keys=False)
+            load_state(state, FolderFiles(self._path), CoordinatedRanks(group), self._planner, same_keys=False)
 
     def rng(self, rank: int) -> Mapping[str, Any] | None:
         """See Reader."""
@@ -171,7 +171,7 @@ class FolderReader:
         """Values that are no tensors, for this rank alone, beside tensors that are filled."""
         state: dict[str, Any] = {**dict.fromkeys(names), **(tensors or {})}
         if state:
-            load_state(state, FolderFiles(self._path), Ranks(None), same_keys=False)
+            load_state(state, FolderFiles(self._path), CoordinatedRanks(None), same_keys=False)
         return state
 
 

@@ -49,7 +49,7 @@ def _is_wrong_to_save(name: str | None, how: str | None, kind: str | None) -> bo
     return name is not None and not (name.isidentifier() and kind is None and _DIGITS.fullmatch(how or ""))
 
 
-class Saving:
+class SaveSettings:
     """`names`: of files, of the link to the newest one, of the folders of sharded checkpoints (None where they are files), of the best one.
 
     `keep`: how many stay, -1 for all. `planner`: of sharded checkpoints. `newest_batch`: the run's when it last saved, None before.

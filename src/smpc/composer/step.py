@@ -113,10 +113,10 @@ class Stepper:
         self._follow()
         counts = self.upcoming if self.upcoming is not None else self._first(batch)
         total, tokens = int(counts[:, 0].sum()), int(counts[:, 1].sum())
-        begun: list[_Exchange] = []
+        begun: list[_NumberExchange] = []
 
         def exchange(loss: Tensor) -> None:
-            begun.append(_Exchange(loss, (*_sizes_in_step(following), int(following is None))))
+            begun.append(_NumberExchange(loss, (*_sizes_in_step(following), int(following is None))))
 
         if self.agreement is not None:
             exchange(self._search(batch, counts, self.agreement))
@@ -134,7 +134,7 @@ class Stepper:
 
     def _first(self, batch: Any) -> Tensor:
         nothing = torch.zeros((), dtype=torch.float64, device=self.device)
-        told = _Exchange(nothing, (*_sizes_in_step(batch), self.state.timestamp.batch)).told()
+        told = _NumberExchange(nothing, (*_sizes_in_step(batch), self.state.timestamp.batch)).told()
         _check_alike(told[:, 4], "the same batch")
         return _checked_counts_of_step(told[:, 1:4])
 
@@ -282,7 +282,7 @@ def _sizes_in_step(batch: Any | None) -> tuple[int, int, int]:
     return (0, 0, 0) if batch is None else (num_samples(batch), num_tokens(batch), num_loss_tokens(batch))
 
 
-class _Exchange:
+class _NumberExchange:
     """The exchange of each rank's numbers: loss, samples, tokens, tokens that count in the loss, values that must be equal. Collective."""
 
     def __init__(self, loss: Tensor, numbers: tuple[int, ...]) -> None:

@@ -24,7 +24,7 @@ from smpc.composer.checkpoint_readers import open_checkpoint
 from smpc.composer.duration import Duration
 from smpc.composer.microbatches import check_alike, check_same_batch, moved, num_samples, share_random_state
 from smpc.composer.model import ComposerModel
-from smpc.composer.saving import Saving, named
+from smpc.composer.saving import SaveSettings, named
 from smpc.composer.step import Stepper
 from smpc.errors import CheckpointError, ConfigError, UsageError
 from smpc.fsdp import prepare
@@ -92,7 +92,7 @@ class Trainer:
         self.state.device_train_microbatch_size, self.state.run_name = how.microbatch_size, run_name or _drawn_name()
         save_folder = None if save_folder is None else named(save_folder, {"run_name": self.state.run_name})
         names = (save_filename, save_latest_filename, how.prefix, save_best_filename)
-        self._save = Saving(
+        self._save = SaveSettings(
             save_folder, names, save_overwrite, save_weights_only, save_num_checkpoints_to_keep, how.save_planner
         )
         self._stepper = self._made(how, ddp_sync_strategy, by_tokens=accumulate_train_batch_on_tokens)

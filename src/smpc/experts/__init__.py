@@ -18,14 +18,14 @@ Every function is collective over its group where it takes one: all ranks call i
 tokens, and none. Results do not depend on the number of ranks, but for the rounding of gradients, which sum in another order.
 """
 
-from smpc.experts.dispatch import WAYS, Plan, combine, dispatch, owned
+from smpc.experts.dispatch import WAYS, DispatchPlan, combine, dispatch, owned
 from smpc.experts.linear import grouped_linear, scale_gradient
 from smpc.experts.routers import aux_loss, balanced, join_loss, sinkhorn, top_k, z_loss
 from smpc.experts.shuffle import Shuffle, shuffle, unshuffle
 
 __all__ = [
     "WAYS",
-    "Plan",
+    "DispatchPlan",
     "Shuffle",
     "aux_loss",
     "balanced",

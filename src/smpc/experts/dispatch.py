@@ -42,7 +42,7 @@ _NONE = ShuffleTraffic((), (), 0)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Plan:
+class DispatchPlan:
     """Where the rows of one call came from. `counts`: rows of each of this rank's experts, in order; their sum is the number of rows.
 
     `by_rank`, where rows do not lie expert by expert, but as they arrived: by rank, the rows for each of this rank's experts.
@@ -89,7 +89,7 @@ def dispatch(
     way: str = "all_to_all",
     capacity: int | None = None,
     is_sorted: bool = True,
-) -> tuple[Tensor, Plan]:
+) -> tuple[Tensor, DispatchPlan]:
     """The rows [R, H] of this rank's experts, and the plan that brings their outputs back.
 
     Unless `is_sorted`, rows may lie in any order, which is cheaper; `plan.index()` says which expert each is for.
@@ -115,10 +115,12 @@ def dispatch(
     totals = tuple(sum(column) for column in zip(*local, strict=True))
     by_rank = () if is_sorted else tuple(tuple(row) for row in local)
     num_tokens, num_slots = index.shape
-    return rows, Plan(totals, "all_to_all", num_tokens, num_slots, source, arrival, places, traffic, by_rank=by_rank)
+    return rows, DispatchPlan(
+        totals, "all_to_all", num_tokens, num_slots, source, arrival, places, traffic, by_rank=by_rank
+    )
 
 
-def combine(outputs: Tensor, plan: Plan, weights: Tensor | None, group: TensorGroup) -> Tensor:
+def combine(outputs: Tensor, plan: DispatchPlan, weights: Tensor | None, group: TensorGroup) -> Tensor:
     """[N, H]: for every token, the sum over its slots of weight times the output of the expert, in the outputs' dtype.
 
     `outputs` are [R, H], one for each row of `dispatch`; `weights` are [N, k], None for ones. Products and sums are in the wider dtype
@@ -209,7 +211,7 @@ def _by_expert(local: list[list[int]], device: torch.device) -> tuple[Tensor, Te
 
 def _with_capacity(
     hidden: Tensor, index: Tensor, num_experts: int, group: TensorGroup, capacity: int
-) -> tuple[Tensor, Plan]:
+) -> tuple[Tensor, DispatchPlan]:
     """Every expert gets `capacity` rows of every rank. Nothing waits for the device."""
     num_slots = index.numel()
     experts, order = _sorted_for_dispatch(index, num_experts)
@@ -235,10 +237,12 @@ def _with_capacity(
     rows = arrived if arrival is None else permuted(arrived, *arrival)
     counts = (group.size * capacity,) * own
     num_tokens, each = index.shape
-    return rows, Plan(counts, "all_to_all", num_tokens, each, source, arrival, None, traffic, is_padded=True)
+    return rows, DispatchPlan(counts, "all_to_all", num_tokens, each, source, arrival, None, traffic, is_padded=True)
 
 
-def _gathered_tokens(hidden: Tensor, index: Tensor, num_experts: int, group: TensorGroup) -> tuple[Tensor, Plan]:
+def _gathered_tokens(
+    hidden: Tensor, index: Tensor, num_experts: int, group: TensorGroup
+) -> tuple[Tensor, DispatchPlan]:
     """All ranks' tokens, and of them the rows of this rank's experts. Ranks that have fewer tokens than others add empty ones."""
     count, num_slots = index.shape
     sizes: list[int] = gathered(torch.tensor([count], device=hidden.device), 0, group).tolist()
@@ -251,12 +255,12 @@ def _gathered_tokens(hidden: Tensor, index: Tensor, num_experts: int, group: Ten
     bounds = _dispatch_starts(experts, num_experts)[mine.start : mine.stop + 1].tolist()
     source = order[bounds[0] : bounds[-1]]
     counts = tuple(last - first for first, last in itertools.pairwise(bounds))
-    return spread_rows(tokens, source, num_slots, is_padded=False), Plan(
+    return spread_rows(tokens, source, num_slots, is_padded=False), DispatchPlan(
         counts, "all_gather", count, num_slots, source, room=room
     )
 
 
-def _returned_from_dispatch(outputs: Tensor, plan: Plan, group: TensorGroup) -> Tensor:
+def _returned_from_dispatch(outputs: Tensor, plan: DispatchPlan, group: TensorGroup) -> Tensor:
     """The slots of this rank's tokens, of which each rank has computed some: others are zero there, so the sum is exact."""
     every = collected(outputs, plan.source, group.size * plan.room * plan.num_slots, False)
     return reduce_scatter(every, 0, group)[: plan.num_tokens * plan.num_slots]

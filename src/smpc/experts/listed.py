@@ -47,7 +47,7 @@ _BLOCK, _MEMBER = "_smpc_block_of_experts", "_smpc_expert"
 
 
 @dataclass(slots=True)
-class _Call:
+class _ExpertCall:
     """One call of an expert: its number, its rows in the shape that it got, and, after the exchange, what it returns."""
 
     expert: int
@@ -70,7 +70,7 @@ class ListedBlock:
     absent: nn.Module | None = None  # an expert on the meta device, for what it returns
     is_invented: bool = False  # a recorder's copy
     wanted: set[int] = field(default_factory=set)  # the experts that were called where gradients are wanted
-    calls: list[_Call] | None = None
+    calls: list[_ExpertCall] | None = None
     position: int | None = None
     widths: dict[tuple[int, torch.dtype], torch.Size] = field(default_factory=dict)
     reached: frozenset[str] | None = None  # see `_reached`
@@ -106,7 +106,7 @@ class ListedBlock:
             )
         rows = given[0]
         if self.position is None:
-            self.calls.append(_Call(expert, rows))
+            self.calls.append(_ExpertCall(expert, rows))
             if torch.is_grad_enabled():
                 self.wanted.add(expert)
             kind = (

@@ -63,7 +63,7 @@ class Options:
 
 
 @dataclass(frozen=True, slots=True)
-class Parts:
+class ExpertParts:
     """What a part of the experts knows of the whole."""
 
     num_experts: int
@@ -73,7 +73,7 @@ class Parts:
     counts: tuple[str, ...] = ()  # the attributes that count experts
     may_share: bool = False  # whether tensor-parallel ranks may divide them once more
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Parts:
+    def __deepcopy__(self, memo: dict[int, Any]) -> ExpertParts:
         return self
 
 
@@ -86,7 +86,7 @@ class PartOfExperts(nn.Module):
         Of a slice of a sequence (`SLICES`: one of so many) every rank has a summand of the gradients of one loss, where others have the
         gradients of a loss of their own: for the experts, its rows count as many times.
         """
-        parts: Parts = vars(self)[PARTS]
+        parts: ExpertParts = vars(self)[PARTS]
         num_slices, tensor = kwargs.pop(SLICES, 1), kwargs.pop(_TENSOR, None)
         hidden, index, weights = _routing_arguments(parts.names, args, kwargs)
         hidden, weights = scale_gradient(hidden, 1 / num_slices), scale_gradient(weights, 1 / num_slices)
@@ -100,7 +100,7 @@ class PartOfExperts(nn.Module):
 
 def _mixed(
     own: Callable[..., Tensor],
-    parts: Parts,
+    parts: ExpertParts,
     hidden: Tensor,
     index: Tensor,
     weights: Tensor,
@@ -135,7 +135,7 @@ def _served(own: Callable[..., Tensor], rows: Tensor, local: Tensor) -> Tensor:
     return own(one, local.new_zeros(1, 1), one.new_ones(1, 1))[:0]
 
 
-def _own_share(index: Tensor, parts: Parts, tensor: TensorGroup) -> Tensor:
+def _own_share(index: Tensor, parts: ExpertParts, tensor: TensorGroup) -> Tensor:
     """The experts of each token as numbers of those that ranks like this one in their tensor-parallel groups have; -1 for others."""
     each = parts.num_experts // parts.group.size
     own = each // tensor.size
@@ -166,7 +166,7 @@ def by_expert(module: nn.Module, counts: tuple[str, ...], group: TensorGroup, *a
         return module(*args, **kwargs, **{_TENSOR: group})
     own, instead = module.forward, vars(module).get("forward")
     few = next(module.parameters()).shape[0]
-    parts = Parts(
+    parts = ExpertParts(
         few * group.size, TensorGroup(), Options(), tuple(inspect.signature(own).parameters)[:_ROUTING], counts
     )
 
@@ -204,7 +204,7 @@ def _routing_arguments(
 
 def _recorded_forward(module: nn.Module, *args: Any, **kwargs: Any) -> Tensor:
     """What a recorder runs in place of a part's forward: the same shape, and what rows evenly spread over experts compute and keep."""
-    parts: Parts = vars(module)[PARTS]
+    parts: ExpertParts = vars(module)[PARTS]
     hidden, index, weights = _routing_arguments(parts.names, args, kwargs)
     rows = hidden.new_empty(index.numel(), hidden.shape[-1], requires_grad=True)
     for parameter in module.parameters():
@@ -253,5 +253,5 @@ def become_part(confirmed: Confirmed, group: TensorGroup, options: Options) -> N
     for count in confirmed.counts:
         setattr(module, count, group.share(num_experts))
     may_share = confirmed.may_share and num_experts % group.size == 0
-    vars(module)[PARTS] = Parts(num_experts, group, options, names, confirmed.counts, may_share)
+    vars(module)[PARTS] = ExpertParts(num_experts, group, options, names, confirmed.counts, may_share)
     take_role(module, PartOfExperts)

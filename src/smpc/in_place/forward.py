@@ -27,10 +27,18 @@ from smpc.codegen.stage import stage_class
 from smpc.compile.passes import plan_trace
 from smpc.compile.result import Traced
 from smpc.errors import CodegenError, TraceError, UsageError
-from smpc.in_place.skeleton import INSTALLED, Whole, is_wrapped, own_modules, skeleton, trained_parameters, unwrapped
+from smpc.in_place.skeleton import (
+    INSTALLED,
+    WholeParameter,
+    is_wrapped,
+    own_modules,
+    skeleton,
+    trained_parameters,
+    unwrapped,
+)
 from smpc.recorded_module import OPTIONS, outputs_of
 from smpc.sharding.tensors import local
-from smpc.tracer.attempt import Request
+from smpc.tracer.attempt import RecordingRequest
 from smpc.tracer.environment.environment_guards import Environment
 from smpc.tracer.environment.memory_words import DictVersions
 from smpc.tracer.environment.object_identity import moved
@@ -62,7 +70,7 @@ class View:
         return self._smpc_module(*args, **kwargs)
 
 
-class Root(View):
+class RootView(View):
     """The model itself. `_device` replaces the device of the trace."""
 
     def __init__(self, module: nn.Module, device: torch.device) -> None:
@@ -72,7 +80,7 @@ class Root(View):
     def inside(self, name: str, function: Callable[..., Any], *values: Any) -> Any:
         """Has a module run `function(*values)`."""
         module = functools.reduce(getattr, name.split("."), self._smpc_module)
-        return module(Run(function), *values)
+        return module(RunInstead(function), *values)
 
     def checkpoint(
         self,
@@ -92,7 +100,7 @@ def _seen_through_view(value: Any) -> Any:
     return local(value) if isinstance(value, Tensor) else value
 
 
-class Run:
+class RunInstead:
     """The argument of a module call that runs a function in place of the module's forward."""
 
     __slots__ = ("function",)
@@ -111,7 +119,7 @@ class InstalledView:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the function that it is called with, or does what a call does otherwise."""
-        if args and isinstance(args[0], Run):
+        if args and isinstance(args[0], RunInstead):
             return tree_map_only(Tensor, _without_view, args[0].function(*args[1:]))
         return self.otherwise(*args, **kwargs)
 
@@ -141,7 +149,7 @@ _LIMIT = 64  # programs of one state of the model
 
 
 @dataclass(frozen=True)
-class _Program:
+class _ForwardProgram:
     trace: Trace  # of the whole model
     traced: Traced
     code: StageCode
@@ -152,10 +160,10 @@ class _Program:
 class InPlace(InstalledView):
     """See the module's docstring. `parameters`: as they were before anybody divided them."""
 
-    def __init__(self, model: nn.Module, parameters: tuple[Whole, ...], rewrite: Rewrite) -> None:
+    def __init__(self, model: nn.Module, parameters: tuple[WholeParameter, ...], rewrite: Rewrite) -> None:
         super().__init__(model)
         self._model, self._parameters, self._rewrite = model, parameters, rewrite
-        self._programs: dict[Any, list[_Program]] = {}
+        self._programs: dict[Any, list[_ForwardProgram]] = {}
         self._versions = DictVersions()  # of all that their Python has read
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
@@ -168,7 +176,7 @@ class InPlace(InstalledView):
         program, values = self.program_of(args, kwargs)
         device = next((value.device for value in values.values()), torch.device("cpu"))
         self.begin(program.traced, device)
-        found = program.run(Root(self._model, device), *(values[name] for name in program.code.inputs))
+        found = program.run(RootView(self._model, device), *(values[name] for name in program.code.inputs))
         trace = program.traced.trace
         named = dict(zip(trace.output_names, found, strict=True))
         return outputs_of(trace, named, device, lambda position, value: self.finish(program.traced, position, value))
@@ -180,7 +188,7 @@ class InPlace(InstalledView):
         """The result for a leaf of the program's output."""
         return value
 
-    def program_of(self, args: Any, kwargs: Mapping[str, Any]) -> tuple[_Program, dict[str, Tensor]]:
+    def program_of(self, args: Any, kwargs: Mapping[str, Any]) -> tuple[_ForwardProgram, dict[str, Tensor]]:
         """The program for inputs, and its inputs by name."""
         programs = self._programs.setdefault(self._state(), [])
         self._versions.poll()
@@ -205,10 +213,10 @@ class InPlace(InstalledView):
         )
         return modules, tuple((kind, *_autocast_in_forward(kind)) for kind in ("cpu", "cuda"))
 
-    def _made(self, args: Any, kwargs: dict[str, Any]) -> _Program:
+    def _made(self, args: Any, kwargs: dict[str, Any]) -> _ForwardProgram:
         found = skeleton(self._model, self._parameters)
         with torch.enable_grad():
-            recording = record_guarded(found.model, Request(tuple(args), dict(kwargs), differentiates=True))
+            recording = record_guarded(found.model, RecordingRequest(tuple(args), dict(kwargs), differentiates=True))
         trace = recording.trace
         traced = self._rewrite(trace)
         modules = list(own_modules(self._model))
@@ -220,7 +228,7 @@ class InPlace(InstalledView):
         _check_names(code)
         for module in wrapped.values():
             install(module)
-        return _Program(trace, traced, code, stage_class(code).forward, environment)
+        return _ForwardProgram(trace, traced, code, stage_class(code).forward, environment)
 
 
 def _inputs_fitting_forward(

@@ -104,7 +104,7 @@ class Skeleton:
 
 
 @dataclass(frozen=True, slots=True)
-class Whole:
+class WholeParameter:
     """A parameter as the model has it before anybody divides it. `names`: all that it has; `requires_grad`: where nobody knows better."""
 
     names: tuple[str, ...]
@@ -113,17 +113,19 @@ class Whole:
     requires_grad: bool
 
 
-def whole_parameters(model: nn.Module) -> tuple[Whole, ...]:
+def whole_parameters(model: nn.Module) -> tuple[WholeParameter, ...]:
     """All parameters of a model that nothing is wrapped around yet."""
     names: dict[int, list[str]] = {}
     found: dict[int, nn.Parameter] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names.setdefault(id(parameter), []).append(name)
         found[id(parameter)] = parameter
-    return tuple(Whole(tuple(names[key]), tuple(one.shape), one.dtype, one.requires_grad) for key, one in found.items())
+    return tuple(
+        WholeParameter(tuple(names[key]), tuple(one.shape), one.dtype, one.requires_grad) for key, one in found.items()
+    )
 
 
-def skeleton(model: nn.Module, parameters: tuple[Whole, ...]) -> Skeleton:
+def skeleton(model: nn.Module, parameters: tuple[WholeParameter, ...]) -> Skeleton:
     """The copy. Its parameters have the dtypes that FSDP's mixed precision computes in."""
     memo: dict[int, Any] = {}
     originals: dict[int, Any] = {}
@@ -159,12 +161,12 @@ def skeleton(model: nn.Module, parameters: tuple[Whole, ...]) -> Skeleton:
     return Skeleton(memo[id(model)], originals)
 
 
-def _keys_of(named: Mapping[str, Whole], prefix: str) -> list[str]:
+def _keys_of(named: Mapping[str, WholeParameter], prefix: str) -> list[str]:
     rest = (name.removeprefix(prefix) for name in named if name.startswith(prefix))
     return [key for key in rest if "." not in key]
 
 
-def _stand_in(model: nn.Module, whole: Whole, units: Mapping[str, Casts | None]) -> nn.Parameter:
+def _stand_in(model: nn.Module, whole: WholeParameter, units: Mapping[str, Casts | None]) -> nn.Parameter:
     dtype = whole.dtype
     owner, _, key = whole.names[0].rpartition(".")
     if dtype.is_floating_point:

@@ -87,7 +87,7 @@ class PipelineTrainer(Trainer):  # type: ignore[misc]
         self.callback_handler.model = self.model
         self._num_counted = _num_counted(module)
         self._mixed_mesh_grads = False  # no DTensors: the Trainer need not look at gradients that other ranks have
-        self.add_callback(_Saved(self))
+        self.add_callback(_SavedOptimizerState(self))
 
     def create_accelerator_and_postprocess(self) -> None:
         """The Trainer's accelerator, which knows of the pipeline."""
@@ -225,7 +225,7 @@ class _GatheredOptimizer(smp.DistributedOptimizer):
         return super().state_dict(gather_to_rank0) if self._gathered is None else self._gathered
 
 
-class _Saved(TrainerCallback):  # type: ignore[misc]
+class _SavedOptimizerState(TrainerCallback):  # type: ignore[misc]
     """Gives back the memory of an optimizer's state that has been written."""
 
     def __init__(self, trainer: PipelineTrainer) -> None:

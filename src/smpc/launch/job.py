@@ -47,7 +47,7 @@ from pathlib import Path
 
 from smpc.config.numbers import MAX_LOCAL_RANKS, MAX_SECONDS, shown
 from smpc.errors import ConfigError
-from smpc.launch.nodes import NodeOptions, Place
+from smpc.launch.nodes import NodeOptions, NodePlace
 from smpc.launch.output import OutputOptions, RankOutput
 from smpc.launch.processes import Processes, RankCommand
 from smpc.launch.rendezvous import Failure, Rendezvous, listen
@@ -100,7 +100,7 @@ class Job:
     is_verbose: bool = False
     max_restarts: int = 0
 
-    def check(self, environ: Mapping[str, str]) -> Place:
+    def check(self, environ: Mapping[str, str]) -> NodePlace:
         """This host's place in the job. Raises ConfigError for a job that cannot start, all violations together."""
         violations = []
         if self.num_ranks < 1:
@@ -130,7 +130,7 @@ class Job:
             raise ConfigError("\n".join(violations))
         return place
 
-    def _restart_violations(self, place: Place | None) -> list[str]:
+    def _restart_violations(self, place: NodePlace | None) -> list[str]:
         if not 0 <= self.max_restarts <= MAX_RESTARTS:
             return [f"--max-restarts: expected 0 to {MAX_RESTARTS}, found {shown(self.max_restarts)}"]
         if self.max_restarts and place is not None and place.world_size > place.num_ranks:
@@ -152,7 +152,7 @@ def launch(job: Job) -> int:
     return _attempt_job(job, place, job.max_restarts)[0]
 
 
-def _attempt_job(job: Job, place: Place, attempt: int) -> tuple[int, bool]:
+def _attempt_job(job: Job, place: NodePlace, attempt: int) -> tuple[int, bool]:
     """Run all ranks once: the exit status, and whether another attempt would change nothing or is not wanted."""
     listener = listen(place.master_addr, place.master_port) if place.hosts_store else None
     port = listener.getsockname()[1] if listener is not None else place.master_port
@@ -190,7 +190,7 @@ def _tell_of_job(text: str) -> None:
 
 
 def _job_status(
-    place: Place, processes: Processes, failures: list[RankFailure], remote: Failure | None, output: RankOutput
+    place: NodePlace, processes: Processes, failures: list[RankFailure], remote: Failure | None, output: RankOutput
 ) -> int:
     """Prints what ended the job and returns its exit status."""
     if processes.signal is not None:
@@ -210,7 +210,7 @@ def _job_status(
     return failures[0].status
 
 
-def _job_commands(job: Job, place: Place, port: int, folder: Path, attempt: int = 0) -> list[RankCommand]:
+def _job_commands(job: Job, place: NodePlace, port: int, folder: Path, attempt: int = 0) -> list[RankCommand]:
     environment = _job_environment(job.num_ranks, place)
     environment |= {
         **job.variables,
@@ -252,7 +252,7 @@ def _command_line(job: Job, environment: Mapping[str, str]) -> tuple[str, ...]:
     return (sys.executable, "-u", str(_WORKER), str(os.getpid()), *script, *arguments)
 
 
-def _job_environment(num_ranks: int, place: Place) -> dict[str, str]:
+def _job_environment(num_ranks: int, place: NodePlace) -> dict[str, str]:
     """The environment of the ranks: this process's, with defaults for unset variables."""
     import socket
 

@@ -35,7 +35,7 @@ _TORCH_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class NodePlace:
     """This node among the others. `master_port` 0: any free one."""
 
     num_ranks: int
@@ -73,12 +73,12 @@ class NodeOptions:
     master_addr: str | None = None
     master_port: int | None = None
 
-    def place(self, num_ranks: int, environ: Mapping[str, str]) -> Place:
+    def place(self, num_ranks: int, environ: Mapping[str, str]) -> NodePlace:
         """This node's place, with `num_ranks` ranks of its own. Raises ConfigError, listing everything that is wrong."""
         outer = self._of_launcher(environ)
         if outer is not None:
             return outer.place(num_ranks, environ)
-        reader = _Reader(environ)
+        reader = _NumberReader(environ)
         counts = self.num_nodes is None and not _is_of_another_job(environ)
         variable = "WORLD_SIZE" if counts else None
         world_size = reader.number("--world-size", self.world_size, variable, 1, MAX_WORLD_SIZE)
@@ -115,7 +115,7 @@ class NodeOptions:
         assert port is not None, "it is among the violations"
         assert node_rank is not None, "it is among the violations"
         assert base_rank is not None, "it is among the violations"
-        return Place(num_ranks, world_size, base_rank, node_rank, num_nodes, address, port)
+        return NodePlace(num_ranks, world_size, base_rank, node_rank, num_nodes, address, port)
 
     def _of_launcher(self, environ: Mapping[str, str]) -> NodeOptions | None:
         """These options completed from MPI's or Slurm's variables, with one task per node; None if options or variables say it already."""
@@ -138,7 +138,7 @@ class NodeOptions:
         return NodeOptions(task.world_size, task.rank, None, None, address or None, port)
 
     def _contradictions(
-        self, node_rank: int, base_rank: int, num_ranks: int, world_size: int, reader: _Reader
+        self, node_rank: int, base_rank: int, num_ranks: int, world_size: int, reader: _NumberReader
     ) -> list[str]:
         """The first error of a complete set of numbers."""
         if base_rank + num_ranks > world_size:
@@ -161,7 +161,7 @@ class NodeOptions:
             ]
         return []
 
-    def _alone(self, num_ranks: int, reader: _Reader) -> Place:
+    def _alone(self, num_ranks: int, reader: _NumberReader) -> NodePlace:
         """A job of one node, which meets on loopback. An environment that describes a node of a larger job does not matter."""
         port = reader.number("--master-port", self.master_port, None, 1, 65535)
         for option, value in (("--node-rank", self.node_rank), ("--base-rank", self.base_rank)):
@@ -169,7 +169,7 @@ class NodeOptions:
                 reader.violations.append(f"{option}: expected 0 in a job of one node, found {value}; set --nnodes")
         if reader.violations:
             raise ConfigError("\n".join(reader.violations))
-        return Place(num_ranks, num_ranks, 0, 0, 1, LOOPBACK, port or 0)
+        return NodePlace(num_ranks, num_ranks, 0, 0, 1, LOOPBACK, port or 0)
 
 
 def _completed_node_numbers(
@@ -211,7 +211,7 @@ def _is_of_another_job(environ: Mapping[str, str]) -> bool:
     return world_size != "" and world_size == environ.get("LOCAL_WORLD_SIZE", "").strip()
 
 
-class _Reader:
+class _NumberReader:
     """Takes numbers from options, else from the environment, and collects what is wrong with them."""
 
     def __init__(self, environ: Mapping[str, str]) -> None:

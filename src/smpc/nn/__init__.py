@@ -11,7 +11,7 @@ from smpc.nn.layers.embedding import DistributedEmbedding
 from smpc.nn.layers.linear import DistributedLinear
 from smpc.nn.layers.losses import CrossEntropyLoss, LinearCrossEntropyLoss, VocabParallelCrossEntropyLoss
 from smpc.nn.layers.norms import DistributedLayerNorm, FusedLayerNorm, FusedRMSNorm
-from smpc.nn.parallel import DistributedModule, Shard, TensorParallel
+from smpc.nn.parallel import DistributedModule, ParameterSlice, TensorParallel
 from smpc.nn.random import RandomStreams
 from smpc.nn.transformer.lm_head import DistributedTransformerLMHead
 from smpc.nn.transformer.output_layer import DistributedTransformerOutputLayer
@@ -35,8 +35,8 @@ __all__ = [
     "FusedRMSNorm",
     "LinearCrossEntropyLoss",
     "LlamaFlashAttention",
+    "ParameterSlice",
     "RandomStreams",
-    "Shard",
     "TensorParallel",
     "VocabParallelCrossEntropyLoss",
 ]

@@ -6,7 +6,7 @@ Terms
     inside         between the first and the last of a chain of distributed layers. There a hidden state has the scaled batch and, by
                    `optimize`, is replicated ("speed": [tp * B, S, H] on every rank, least communication) or split along the hidden
                    dimension ("memory": [tp * B, S, H / tp], nothing is held twice)
-    slice          the part of a parameter that this rank holds; `Shard` says along which dimension, and of how much
+    slice          the part of a parameter that this rank holds; `ParameterSlice` says along which dimension, and of how much
 
             outside                       entry                       inside, memory          inside, speed
             own batch   [B, S, H]         all-to-all | all-gather     [tp * B, S, H / tp]     [tp * B, S, H]
@@ -137,7 +137,7 @@ def set_parallel(parallel: TensorParallel | None) -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class Shard:
+class ParameterSlice:
     """A parameter is this rank's slice along `dim` of one that has `size` there. `start` is where the slice begins.
 
     `runs`: of a slice that is several runs of the whole, the start and length of each, in its order; empty: it is one run.
@@ -170,7 +170,7 @@ class DistributedModule(nn.Module):
     def __init__(self, parallel: TensorParallel) -> None:
         super().__init__()
         self.parallel = parallel
-        self.shards: dict[str, Shard] = {}
+        self.shards: dict[str, ParameterSlice] = {}
         self.local_batch: tuple[str, ...] = ()
         self._fills: dict[str, Callable[[Tensor], object]] = {}
         if not self.is_container:
@@ -187,7 +187,7 @@ class DistributedModule(nn.Module):
         local = list(shape)
         if dim is not None:
             group = self.parallel.group
-            self.shards[name] = Shard(dim, shape[dim], group.start(shape[dim]))
+            self.shards[name] = ParameterSlice(dim, shape[dim], group.start(shape[dim]))
             local[dim] = group.share(shape[dim])
         self.register_parameter(name, nn.Parameter(torch.empty(local, dtype=self.parallel.dtype)))
         self._fills[name] = fill
@@ -212,7 +212,7 @@ class DistributedModule(nn.Module):
         return whole.narrow(shard.dim, shard.start, self.get_parameter(name).shape[shard.dim])
 
 
-def fill_slice(parameter: Tensor, shard: Shard | None, fill: Callable[[Tensor], object]) -> None:
+def fill_slice(parameter: Tensor, shard: ParameterSlice | None, fill: Callable[[Tensor], object]) -> None:
     """Fills a slice with `fill`'s values for the whole tensor, drawn in blocks of its rows."""
     shape = whole_shape(parameter, shard)
     if not shape:
@@ -232,7 +232,7 @@ def fill_slice(parameter: Tensor, shard: Shard | None, fill: Callable[[Tensor], 
                 parameter[own + low - start : own + high - start] = block[low - first : high - first]
 
 
-def whole_shape(part: Tensor, shard: Shard | None) -> list[int]:
+def whole_shape(part: Tensor, shard: ParameterSlice | None) -> list[int]:
     """The shape of the whole tensor of this slice."""
     shape = list(part.shape)
     if shard is not None:
@@ -240,7 +240,7 @@ def whole_shape(part: Tensor, shard: Shard | None) -> list[int]:
     return shape
 
 
-def own_part_of(whole: Tensor, shard: Shard | None, shape: torch.Size) -> Tensor:
+def own_part_of(whole: Tensor, shard: ParameterSlice | None, shape: torch.Size) -> Tensor:
     """The slice, of this shape along its dimension, of a whole tensor or of some of its rows."""
     if shard is None:
         return whole

@@ -33,7 +33,7 @@ from torch.utils.hooks import RemovableHandle
 
 from smpc.codegen.program import Instruction, Op
 from smpc.errors import ConfigError
-from smpc.executor.measure.spans import LiveBytes, Recorder, Span
+from smpc.executor.measure.spans import LiveBytes, Span, SpanRecorder
 from smpc.observe.window import Window
 
 BUSY = (Op.FORWARD, Op.BACKWARD, Op.WEIGHT)
@@ -136,10 +136,10 @@ class RankRecord:
 
 
 @dataclass(slots=True)
-class Watch:
+class StepWatch:
     """A running step: its runner notes measurements here."""
 
-    recorder: Recorder | None = None
+    recorder: SpanRecorder | None = None
     is_wanted: bool = False  # whether anyone asks for what follows
     training: bool = False
     program: int = 0
@@ -185,8 +185,8 @@ class Observer:
         self.on_window_end: Callable[[], object] = lambda: None
         self.holders = [held]  # a runtime adds its own
         self._callbacks: OrderedDict[int, StepCallback] = OrderedDict()
-        self._recorder = Recorder(device)
-        self._watch: Watch | None = None
+        self._recorder = SpanRecorder(device)
+        self._watch: StepWatch | None = None
         self._num_steps = 0
         self._last_end: int | None = None
         self._steps: list[StepRecord] = []
@@ -225,7 +225,7 @@ class Observer:
         self._window = Window(first, first + num_steps)
 
     @contextlib.contextmanager
-    def step(self, inputs: Iterable[Tensor] = ()) -> Iterator[Watch]:
+    def step(self, inputs: Iterable[Tensor] = ()) -> Iterator[StepWatch]:
         """Watch a step. Inside another one it is the same step: who is outermost says when it begins and ends.
 
         `inputs` are tensors that the caller holds, and that count as memory of the step.
@@ -234,7 +234,7 @@ class Observer:
             yield self._watch
             return
         if self.is_idle:
-            self._watch = Watch()
+            self._watch = StepWatch()
             self._counts, self._last_end = False, None
             try:
                 yield self._watch
@@ -245,7 +245,7 @@ class Observer:
         window = self._window
         self._counts = counts = window is not None and self._num_steps == window.memory_step
         keeps = window is not None and self._num_steps in window and not counts
-        watch = self._watch = Watch(self._recorder if keeps or self._callbacks else None, is_wanted=True)
+        watch = self._watch = StepWatch(self._recorder if keeps or self._callbacks else None, is_wanted=True)
         start = time.monotonic_ns()
         try:
             with self._memory(counts, inputs):
@@ -258,7 +258,7 @@ class Observer:
         end = time.monotonic_ns()
         self._finish(watch, start, end, keeps=keeps)
 
-    def _finish(self, watch: Watch, start: int, end: int, *, keeps: bool) -> None:
+    def _finish(self, watch: StepWatch, start: int, end: int, *, keeps: bool) -> None:
         step = self._num_steps - 1
         if keeps:
             self._steps.append(StepRecord(step, watch.training, watch.program, start, end, watch.spans))
@@ -272,7 +272,7 @@ class Observer:
         if self._window is not None and self._num_steps == self._window.last:
             self.on_window_end()
 
-    def _info(self, watch: Watch, step: int, start: int, end: int) -> StepInfo:
+    def _info(self, watch: StepWatch, step: int, start: int, end: int) -> StepInfo:
         seconds = (end - start) / 1e9
         busy = sum(span.end - span.start for span in watch.spans if span.instruction.op in BUSY) / 1e9
         is_cuda = self._device.type == "cuda"

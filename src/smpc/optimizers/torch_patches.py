@@ -34,7 +34,7 @@ Maker = Callable[[Callable[..., Any]], Callable[..., Any]]
 Undo = Callable[[], None]
 
 
-class _Exchange:
+class _ExchangedFunction:
     """One function of torch's, and what is put in its place: a chain of makers over the original."""
 
     def __init__(self, original: Callable[..., Any], put: Callable[[Callable[..., Any]], None]) -> None:
@@ -56,7 +56,7 @@ class _Exchange:
         self._put(functools.reduce(lambda found, make: make(found), self._makers, self._original))
 
 
-_exchanges: dict[tuple[object, str], _Exchange] = {}
+_exchanges: dict[tuple[object, str], _ExchangedFunction] = {}
 
 
 def replace_clipping(makers: Mapping[str, Maker]) -> Undo:
@@ -70,11 +70,13 @@ def replace_clipping(makers: Mapping[str, Maker]) -> Undo:
     return undo
 
 
-def _clipping(name: str) -> _Exchange:
+def _clipping(name: str) -> _ExchangedFunction:
     key = (clip_grad, name)
     if key not in _exchanges:
         cell = _cell_of(getattr(clip_grad, name))
-        _exchanges[key] = _Exchange(cell.cell_contents, lambda function: setattr(cell, "cell_contents", function))
+        _exchanges[key] = _ExchangedFunction(
+            cell.cell_contents, lambda function: setattr(cell, "cell_contents", function)
+        )
     return _exchanges[key]
 
 
@@ -89,7 +91,7 @@ def replace_method(owner: type, name: str, make: Maker) -> Undo:
     """Exchange a method of a class for what is made of it; the function that undoes it."""
     key = (owner, name)
     if key not in _exchanges:
-        _exchanges[key] = _Exchange(getattr(owner, name), lambda function: setattr(owner, name, function))
+        _exchanges[key] = _ExchangedFunction(getattr(owner, name), lambda function: setattr(owner, name, function))
     return _exchanges[key].add(lambda original: functools.wraps(original)(make(original)))
 
 

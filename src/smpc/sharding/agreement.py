@@ -114,7 +114,7 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return func(*args, **(kwargs or {}))
 
 
-class _Call:
+class _AllGatherCall:
     """torch's interface for collective calls: see `set_custom_all_gather`."""
 
     def __init__(self, agreement: Agreement, tells_memory: bool = False) -> None:
@@ -128,13 +128,13 @@ class _Call:
         return found
 
 
-class _Gather(_Call):
+class _Gather(_AllGatherCall):
     def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group: Any, async_op: bool = False) -> Any:
         self._agreement.check()
         return _GATHER(output_tensor, input_tensor, group=group, async_op=async_op)
 
 
-class _Reduce(_Call):
+class _Reduce(_AllGatherCall):
     def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group: Any, op: Any, async_op: bool = False) -> Any:
         self._agreement.check()
         return _REDUCE(output_tensor, input_tensor, group=group, op=op, async_op=async_op)

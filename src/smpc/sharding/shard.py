@@ -115,7 +115,7 @@ class Unit:
 
 
 @dataclass(slots=True)
-class _Part:
+class _ShardPart:
     module: FSDPModule
     keep: Keep
     is_wide: bool
@@ -128,7 +128,7 @@ class Sharded:
     root: nn.Module
     options: ShardingOptions
     exchanged: dict[nn.Parameter, nn.Parameter] = field(default_factory=dict)
-    _parts: list[_Part] = field(default_factory=list)
+    _parts: list[_ShardPart] = field(default_factory=list)
 
     def begin_step(self) -> None:
         """A training step begins. Until `end_step` units keep their parameters as long as they should."""
@@ -224,7 +224,7 @@ def shard(
         if wide:
             widen(new)
         taken.update(new)
-        found._parts.append(_Part(made, unit.keep or options.keep, wide))
+        found._parts.append(_ShardPart(made, unit.keep or options.keep, wide))
     for name, after in root.named_parameters(remove_duplicate=False):
         found.exchanged[before[name]] = after
     for old in before.values():
@@ -310,7 +310,7 @@ def own_modules(module: nn.Module, others: Collection[nn.Module] = ()) -> list[n
     return found
 
 
-def _has_whole_gradients(part: _Part) -> bool:
+def _has_whole_gradients(part: _ShardPart) -> bool:
     """torch keeps fp32 sums of gradients elsewhere: then whole parameters may have gradients."""
     own = [p for p in own_parameters(cast(nn.Module, part.module)) if not isinstance(p, DTensor)]
     return any(part.is_wide or parameter.grad is not None for parameter in own)

@@ -25,9 +25,9 @@ from torch import nn
 from smpc.executor.sharded_state import replacement
 from smpc.nn.init.delayed import draw_module, owners_of
 from smpc.v2.logger import get_logger
-from smpc.v2.session.config import Config
+from smpc.v2.session.config import SessionConfig
 from smpc.v2.state_handler import state
-from smpc.v2.transforming.slices import Part, slices_of
+from smpc.v2.transforming.slices import ParameterPart, slices_of
 from smpc.v2.utils.module_utils import default_device, empty_module_params, move_buffers_to_device
 
 __all__ = ["DelayedParamIniter"]
@@ -131,7 +131,7 @@ class DelayedParamIniter:
         if self._verbose:
             get_logger().info("initialized %s: %s", name or type(module).__name__, ", ".join([*late, *buffers]))
 
-    def _make_whole(self, module: nn.Module, name: str, late: list[str]) -> dict[str, Part]:
+    def _make_whole(self, module: nn.Module, name: str, late: list[str]) -> dict[str, ParameterPart]:
         """Replaces slices by whole parameters, so that draws do not depend on the degree; returns how to cut them."""
         if self._slices is None:
             return {}
@@ -146,4 +146,4 @@ class DelayedParamIniter:
 
 
 def _seed() -> int:
-    return int(state.random_seed) if state.is_initialized else Config().random_seed
+    return int(state.random_seed) if state.is_initialized else SessionConfig().random_seed

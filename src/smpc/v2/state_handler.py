@@ -26,18 +26,18 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from smpc.errors import UsageError
 from smpc.mesh import Axis, Mesh
-from smpc.v2.session.config import Config
+from smpc.v2.session.config import SessionConfig
 from smpc.v2.session.random_state import DEFAULT, RngStateTracker
 
 __all__ = ["Ranker", "Session", "State", "state"]
-_KEYS = tuple(f.name for f in dataclasses.fields(Config))
+_KEYS = tuple(f.name for f in dataclasses.fields(SessionConfig))
 
 
 @dataclass(frozen=True, slots=True)
 class Session:
     """The session that `tsm.init` made. Groups: one for each axis in use; none in native mode."""
 
-    config: Config
+    config: SessionConfig
     mesh: Mesh
     rank: int
     groups: Mapping[Axis, dist.ProcessGroup]

@@ -33,8 +33,8 @@ from smpc.tracer.ir import Trace
 from smpc.tracer.structure import flatten, input_path
 from smpc.verification.attributes import Place, settled_places
 from smpc.verification.bounds import Bounds
-from smpc.verification.first_difference import Found, differences, locate, owner_first
-from smpc.verification.paired_runs import Conditions, Results, by_stage, run_compiled, run_eager, run_replayed
+from smpc.verification.first_difference import Difference, differences, locate, owner_first
+from smpc.verification.paired_runs import Conditions, RunResults, by_stage, run_compiled, run_eager, run_replayed
 from smpc.verification.random_state import RandomState, kept
 
 _MOST_LINES = 5
@@ -97,7 +97,7 @@ class _Check:
     conditions: Conditions
     bounds: Bounds
 
-    def eager(self) -> Results:
+    def eager(self) -> RunResults:
         """Plain PyTorch."""
         try:
             return run_eager(self.model, self.conditions, self.inputs, self.compilation.trace)
@@ -109,15 +109,15 @@ class _Check:
                 "mend the model, or leave out verify"
             ) from error
 
-    def compiled(self) -> Results:
+    def compiled(self) -> RunResults:
         """The programs."""
         return self._guarded(lambda: run_compiled(self.model, self.conditions, self.inputs, self.compilation))
 
-    def replayed(self, trace: Trace) -> Results:
+    def replayed(self, trace: Trace) -> RunResults:
         """The recording."""
         return self._guarded(lambda: run_replayed(self.model, self.conditions, self.inputs, trace))
 
-    def _guarded(self, run: Callable[[], Results]) -> Results:
+    def _guarded(self, run: Callable[[], RunResults]) -> RunResults:
         try:
             return run()
         except torch.OutOfMemoryError:
@@ -129,8 +129,8 @@ class _Check:
     def compare(
         self,
         start: RandomState,
-        reference: Callable[[], Results],
-        run: Callable[[], Results],
+        reference: Callable[[], RunResults],
+        run: Callable[[], RunResults],
         settled: frozenset[Place] | None,
     ) -> Verified:
         """Run both from the same random state. `settled`: attributes not to compare; None: none of them. Raises VerificationError."""
@@ -150,7 +150,7 @@ class _Check:
             return Verified(expected.num_compared, self.bounds, unstable)
         raise VerificationError(self._text(start, wrong, expected.num_compared))
 
-    def _text(self, start: RandomState, wrong: list[Found], num_compared: int) -> str:
+    def _text(self, start: RandomState, wrong: list[Difference], num_compared: int) -> str:
         place = locate(self.model, self.compilation, self.inputs, self.conditions, start, self.bounds)
         lines = [
             f"expected the compiled programs to do what the model does, {self.bounds.text}, found that {len(wrong)} of {num_compared} "

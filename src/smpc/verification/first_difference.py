@@ -34,7 +34,7 @@ from smpc.verification.attributes import Place, attribute_differences
 from smpc.verification.bounds import Bounds, difference
 from smpc.verification.paired_runs import (
     Conditions,
-    Results,
+    RunResults,
     by_stage,
     copy_of,
     installed,
@@ -46,7 +46,7 @@ from smpc.verification.random_state import RandomState
 
 
 @dataclass(frozen=True)
-class Found:
+class Difference:
     """A result that is not eager's. `kind`: "output", "gradient" and so on; `owner`: FQN of the module that it belongs to."""
 
     kind: str
@@ -63,36 +63,40 @@ class Found:
         return f"{self.what}: {self.text}"
 
 
-def differences(expected: Results, found: Results, bounds: Bounds, settled: frozenset[Place] | None) -> Iterator[Found]:
+def differences(
+    expected: RunResults, found: RunResults, bounds: Bounds, settled: frozenset[Place] | None
+) -> Iterator[Difference]:
     """The differences between two runs, by kind. `settled`: attributes that may differ; None: no attributes are compared."""
     allowed = bounds.of_others
     for name in dict.fromkeys((*expected.outputs, *found.outputs)):
         text = _leaf_difference(expected.outputs.get(name), found.outputs.get(name), bounds)
         if text:
-            yield Found("output", name, "", text)
+            yield Difference("output", name, "", text)
     for name, gradient in expected.gradients.items():
         text = difference(gradient, found.gradients[name], bounds.of_gradient(name))
         if text:
-            yield Found("gradient", name, _owner(name), text)
+            yield Difference("gradient", name, _owner(name), text)
     for name in dict.fromkeys((*expected.buffers, *found.buffers)):
         text = difference(expected.buffers.get(name), found.buffers.get(name), allowed)
         if text:
-            yield Found("buffer", name, _owner(name), text)
+            yield Difference("buffer", name, _owner(name), text)
     for name, value in expected.written.items():
         text = difference(value, found.written[name], allowed)
         if text:
-            yield Found("parameter", name, _owner(name), text)
+            yield Difference("parameter", name, _owner(name), text)
     for name in sorted({*expected.overwritten, *found.overwritten}):
-        yield Found("parameter", name, _owner(name), "it is written into, and the recording does not know of it")
+        yield Difference("parameter", name, _owner(name), "it is written into, and the recording does not know of it")
     for name, requires_grad in expected.frozen.items():
         if found.frozen[name] != requires_grad:
-            yield Found("parameter", name, _owner(name), f"expected requires_grad {requires_grad}, found the contrary")
+            yield Difference(
+                "parameter", name, _owner(name), f"expected requires_grad {requires_grad}, found the contrary"
+            )
     pairs = () if settled is None else attribute_differences(expected.model, found.model, settled)
     for fqn, name, text in pairs:
-        yield Found("attribute", f"{fqn}.{name}" if fqn else name, fqn, text)
+        yield Difference("attribute", f"{fqn}.{name}" if fqn else name, fqn, text)
     for name, state in expected.random.items():
         if state != found.random[name]:
-            yield Found("random state", name, "", "other numbers have been drawn, or another count of them")
+            yield Difference("random state", name, "", "other numbers have been drawn, or another count of them")
 
 
 def _leaf_difference(expected: object, found: object, bounds: Bounds) -> str:
@@ -114,7 +118,7 @@ _Key = tuple[str, int]  # FQN of a module, which of its calls
 
 
 @dataclass
-class _Call:
+class _ModuleCall:
     """The inputs and outputs of a module call, and the random states before and after it."""
 
     inputs: list[Any]
@@ -152,7 +156,7 @@ def locate(
             return f"unknown, as looking for it raised {type(error).__name__}: {error}"
 
 
-def owner_first(trace: Trace, wrong: Sequence[Found]) -> str:
+def owner_first(trace: Trace, wrong: Sequence[Difference]) -> str:
     """The module of the first difference; for gradients, whose differences spread backwards, the last one in forward order."""
     first = {node.target: i for i, node in reversed(list(enumerate(trace.nodes))) if node.kind is NodeKind.CALL_MODULE}
     first |= {call.fqn: call.first for call in reversed(trace.calls)}
@@ -178,10 +182,10 @@ def _module_str(trace: Trace, fqn: str) -> str:
 # -- eager -------------------------------------------------------------------------------------------------------------
 
 
-def _eager_calls(model: nn.Module, trace: Trace, inputs: Inputs, conditions: Conditions) -> dict[_Key, _Call]:
+def _eager_calls(model: nn.Module, trace: Trace, inputs: Inputs, conditions: Conditions) -> dict[_Key, _ModuleCall]:
     """The outputs of all module calls, in the order of their ends."""
     copied = copy_of(model, trace, conditions.device)
-    finished: dict[_Key, _Call] = {}
+    finished: dict[_Key, _ModuleCall] = {}
     with _noting(dict(copied.named_modules()), finished, conditions):
         args, kwargs = own_inputs(inputs, conditions.device)
         with context(conditions.grad_enabled, conditions.autocast):
@@ -190,14 +194,14 @@ def _eager_calls(model: nn.Module, trace: Trace, inputs: Inputs, conditions: Con
 
 
 @contextlib.contextmanager
-def _noting(modules: dict[str, nn.Module], finished: dict[_Key, _Call], conditions: Conditions) -> Iterator[None]:
+def _noting(modules: dict[str, nn.Module], finished: dict[_Key, _ModuleCall], conditions: Conditions) -> Iterator[None]:
     """Notes the calls of these modules."""
     handles: list[Any] = []
     numbers: Counter[str] = Counter()
-    under_way: list[_Call] = []
+    under_way: list[_ModuleCall] = []
 
     def before(module: nn.Module, args: Any, kwargs: Any) -> None:
-        under_way.append(_Call(_kept((args, kwargs)), RandomState.now(conditions.device).parts()))
+        under_way.append(_ModuleCall(_kept((args, kwargs)), RandomState.now(conditions.device).parts()))
 
     def after(fqn: str, output: Any) -> None:
         call = under_way.pop()
@@ -227,7 +231,7 @@ def _kept(value: Any) -> list[Any]:
 class _Replayed:
     """A replay that compares every call of a module as soon as it has ended. `values`: those that stages hand on, by name."""
 
-    def __init__(self, compilation: Compilation, calls: dict[_Key, _Call], bounds: Bounds) -> None:
+    def __init__(self, compilation: Compilation, calls: dict[_Key, _ModuleCall], bounds: Bounds) -> None:
         self._trace, self._calls, self._bounds = compilation.trace, calls, bounds
         self._wanted = {name for p in compilation.programs for code in p.stages for name in code.outputs}
         trace = compilation.trace
@@ -328,7 +332,7 @@ def _in_programs(
     compilation: Compilation,
     inputs: Inputs,
     conditions: Conditions,
-    calls: dict[_Key, _Call],
+    calls: dict[_Key, _ModuleCall],
     values: dict[str, Tensor],
     bounds: Bounds,
 ) -> str:
@@ -349,7 +353,7 @@ def _in_programs(
             )
         )
         whole |= {path: stage.get_submodule(path) for path in codes[index].modules}
-    finished: dict[_Key, _Call] = {}
+    finished: dict[_Key, _ModuleCall] = {}
     with _noting(whole, finished, conditions):
         run_programs(runtime, program, conditions, own_inputs(inputs, device))
     found: list[tuple[int, str, str]] = []

@@ -52,7 +52,7 @@ class Conditions:
 
 
 @dataclass(frozen=True)
-class Results:
+class RunResults:
     """The results of a run, and the state that it left in its copy of the model."""
 
     model: nn.Module
@@ -70,7 +70,7 @@ class Results:
         return len(self.outputs) + len(self.gradients) + len(self.buffers) + len(self.random)
 
 
-def run_eager(model: nn.Module, conditions: Conditions, inputs: Inputs, trace: Trace) -> Results:
+def run_eager(model: nn.Module, conditions: Conditions, inputs: Inputs, trace: Trace) -> RunResults:
     """Plain PyTorch. Raises what the model raises."""
     copied = copy_of(model, trace, conditions.device)
     with surroundings(conditions):
@@ -81,7 +81,7 @@ def run_eager(model: nn.Module, conditions: Conditions, inputs: Inputs, trace: T
         return _results_of_run(copied, trace, output, conditions.device)
 
 
-def run_compiled(model: nn.Module, conditions: Conditions, inputs: Inputs, compilation: Compilation) -> Results:
+def run_compiled(model: nn.Module, conditions: Conditions, inputs: Inputs, compilation: Compilation) -> RunResults:
     """The compiled programs."""
     trace, device = compilation.trace, conditions.device
     copied = copy_of(model, trace, device)
@@ -91,7 +91,7 @@ def run_compiled(model: nn.Module, conditions: Conditions, inputs: Inputs, compi
         return _results_of_run(copied, trace, output, device)
 
 
-def run_replayed(model: nn.Module, conditions: Conditions, inputs: Inputs, trace: Trace) -> Results:
+def run_replayed(model: nn.Module, conditions: Conditions, inputs: Inputs, trace: Trace) -> RunResults:
     """The recording, node by node."""
     copied = copy_of(model, trace, conditions.device)
     with surroundings(conditions):
@@ -247,12 +247,12 @@ def _gradient(tensor: Tensor, number: int) -> Tensor:
     return torch.cos(steps * 2.399963 + number).to(tensor.dtype).reshape(tensor.shape)
 
 
-def _results_of_run(model: nn.Module, trace: Trace, output: Any, device: torch.device) -> Results:
+def _results_of_run(model: nn.Module, trace: Trace, output: Any, device: torch.device) -> RunResults:
     """What a run has given: outputs, gradients, buffers and the rest."""
     leaves, structure = flatten(output)
     parameters: Mapping[str, nn.Parameter] = dict(model.named_parameters())
     written = written_parameters(trace)
-    return Results(
+    return RunResults(
         model,
         {output_name(path): leaf for path, leaf in zip(structure.paths(), leaves, strict=True)},
         {name: parameter.grad for name, parameter in parameters.items()},

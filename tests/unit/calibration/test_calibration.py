@@ -16,7 +16,7 @@ import pytest
 import torch
 from torch import nn
 
-from smpc.calibration import Ranks, calibrate, to_toml
+from smpc.calibration import CalibrationRanks, calibrate, to_toml
 from smpc.calibration.operations import (
     Sample,
     _operation_samples,
@@ -29,13 +29,13 @@ from smpc.calibration.operations import (
 from smpc.calibration.probes import ImageProbe, TextProbe, probes
 from smpc.cli import main
 from smpc.errors import ConfigError
-from smpc.partitioner.costs.collectives import IN_OPERATIONS, Kind, collective_time, sent_time
+from smpc.partitioner.costs.collectives import IN_OPERATIONS, CollectiveKind, collective_time, sent_time
 from smpc.partitioner.costs.cost import CostModel, NodeTimes, node_times, work_of
 from smpc.partitioner.costs.device import Device, Group, Kernels, Wire
 from smpc.partitioner.costs.device_file import find_device
 from smpc.tracer import record
 
-ALONE = Ranks(0, 1, 1, torch.device("cpu"))
+ALONE = CalibrationRanks(0, 1, 1, torch.device("cpu"))
 WIRE = Wire(1e9, 1e-4)
 
 
@@ -122,12 +122,19 @@ def test_times_are_predicted_as_they_were_measured():
 def test_collectives_that_were_measured_count_inside_a_host():
     curve = ((1.0, 1e4), (1e4, 1e8), (1e8, 1e9))
     device = Device(
-        "x", {"float32": 1e9}, 1e9, 1, 2, WIRE, WIRE, collectives={Kind.ALL_REDUCE: curve, IN_OPERATIONS: curve}
+        "x",
+        {"float32": 1e9},
+        1e9,
+        1,
+        2,
+        WIRE,
+        WIRE,
+        collectives={CollectiveKind.ALL_REDUCE: curve, IN_OPERATIONS: curve},
     )
-    assert collective_time(Kind.ALL_REDUCE, 1e8, Group(2, 2), device) == pytest.approx(0.1)
+    assert collective_time(CollectiveKind.ALL_REDUCE, 1e8, Group(2, 2), device) == pytest.approx(0.1)
     assert sent_time(1e4, Group(2, 2), device) == pytest.approx(1e-4)
-    assert collective_time(Kind.ALL_REDUCE, 1e8, Group(4, 2), device) == pytest.approx(0.15 + 1e-4)
-    assert collective_time(Kind.ALL_GATHER, 1e8, Group(2, 2), device) == pytest.approx(0.05 + 1e-4)
+    assert collective_time(CollectiveKind.ALL_REDUCE, 1e8, Group(4, 2), device) == pytest.approx(0.15 + 1e-4)
+    assert collective_time(CollectiveKind.ALL_GATHER, 1e8, Group(2, 2), device) == pytest.approx(0.05 + 1e-4)
 
 
 def test_a_machine_is_measured_written_and_read_again(tmp_path, monkeypatch):
@@ -183,7 +190,7 @@ def test_damaged_files_are_refused_or_read_as_devices(tmp_path, seed):
 def outcome(path):
     """Seconds of a collective on the device of a file, or why there is none."""
     try:
-        return collective_time(Kind.ALL_REDUCE, 1e6, Group(2, 2), find_device(str(path)))
+        return collective_time(CollectiveKind.ALL_REDUCE, 1e6, Group(2, 2), find_device(str(path)))
     except ConfigError as error:
         return error
 

@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from smpc.checkpoint import Alone, Content, Root, Shard, open_source, save
 from smpc.checkpoint.format.header_checksums import KEY, Seal, sealed, unsealed
 from smpc.checkpoint.sources.export import write_file_of, write_folder
-from smpc.checkpoint.sources.verify_files import Verified, safetensors_files, verify_file
+from smpc.checkpoint.sources.verify_files import FileCheck, safetensors_files, verify_file
 from smpc.cli import main
 from smpc.errors import CheckpointError
 
@@ -34,7 +34,7 @@ def source(tmp_path):
 
 def test_every_byte_that_is_turned_over_is_found(tmp_path, source):
     path = write_file_of(source, tmp_path / "full", notes={"note": f'"{KEY}":"crc32'})
-    assert verify_file(path) == Verified((), True, 4, os.path.getsize(path))
+    assert verify_file(path) == FileCheck((), True, 4, os.path.getsize(path))
     loaded = load_file(path)
     assert all(torch.equal(loaded[name], value) for name, value in TENSORS.items())
     data = Path(path).read_bytes()

@@ -17,7 +17,7 @@ from tensor_ranks import run_ranks, tensor_groups
 
 from smpc.codegen.rewrite.opened_attention import open_attention
 from smpc.codegen.rewrite.tensor_parallel.layout_problem import Weights
-from smpc.codegen.rewrite.tensor_parallel.layouts import REPLICATED, Kind
+from smpc.codegen.rewrite.tensor_parallel.layouts import REPLICATED, LayoutKind
 from smpc.codegen.rewrite.tensor_parallel.rewrite import GROUP, on_parts, rewrite
 from smpc.codegen.rewrite.tensor_parallel.rules import RULES, strategies
 from smpc.codegen.rewrite.tensor_parallel.search import choose
@@ -62,9 +62,9 @@ def parts_of(value, layout, degree):
     """What the ranks have of a value."""
     if isinstance(value, (tuple, list)):
         return list(zip(*(parts_of(item, layout, degree) for item in value), strict=True))
-    if layout.kind is Kind.PARTIAL:
+    if layout.kind is LayoutKind.PARTIAL:
         return summands_of(value, degree)
-    if layout.kind is not Kind.SHARDED:
+    if layout.kind is not LayoutKind.SHARDED:
         return [value] * degree
     blocks = value.split(list(layout.blocks or (value.shape[layout.dim],)), layout.dim)
     return [
@@ -83,9 +83,9 @@ def summands_of(value, degree):
 
 def gradients_of(gradient, layout, degree):
     """What the ranks have of a gradient: whole where values are summands, summands where they are broadcast."""
-    if layout.kind is Kind.PARTIAL:
+    if layout.kind is LayoutKind.PARTIAL:
         return [gradient] * degree
-    return summands_of(gradient, degree) if layout.kind is Kind.BROADCAST else parts_of(gradient, layout, degree)
+    return summands_of(gradient, degree) if layout.kind is LayoutKind.BROADCAST else parts_of(gradient, layout, degree)
 
 
 def leaves_of(value):
@@ -122,7 +122,7 @@ def made_up(parts, layout, degree, sums, off):
     """The whole value of which ranks have these parts; they agree where they are to."""
     if layout.kind is sums:
         return sum(parts)
-    if layout.kind is Kind.SHARDED:
+    if layout.kind is LayoutKind.SHARDED:
         sizes = [size // degree for size in layout.blocks] or [parts[0].shape[layout.dim]]
         pieces = [part.split(sizes, layout.dim) for part in parts]
         return torch.cat([piece for block in zip(*pieces, strict=True) for piece in block], layout.dim)
@@ -161,7 +161,7 @@ def assert_holds(facts, node, strategy, values, where):
     results = run_ranks(degree, work) if talks else [work(rank) for rank in range(degree)]
     for i, whole in enumerate(expected):
         assert_close(
-            made_up([outputs[i] for outputs, _ in results], strategy.output, degree, Kind.PARTIAL, off),
+            made_up([outputs[i] for outputs, _ in results], strategy.output, degree, LayoutKind.PARTIAL, off),
             whole,
             where,
             off,
@@ -169,7 +169,7 @@ def assert_holds(facts, node, strategy, values, where):
     for name, layout in zip(node.inputs, strategy.inputs, strict=True):
         for i, whole in enumerate(gradients[name] if takes[name] else ()):
             parts = [found[name][i] for _, found in results]
-            found = made_up(parts, layout, degree, Kind.BROADCAST, off)
+            found = made_up(parts, layout, degree, LayoutKind.BROADCAST, off)
             assert_close(found, whole, f"{where}, gradient of {name}", off)
 
 
@@ -187,7 +187,7 @@ def check_rule(key, seed, degree):
         for strategy in strategies(facts, node):
             where = f"{key}, seed {seed}, {degree} ranks: {[str(x) for x in strategy.inputs]} -> {strategy.output}"
             assert_holds(facts, node, strategy, values, where)
-            count += strategy.divides_work or strategy.output.kind is Kind.PARTIAL
+            count += strategy.divides_work or strategy.output.kind is LayoutKind.PARTIAL
     return count
 
 
@@ -233,8 +233,8 @@ def at_random(seed, keep):
     """Whether a strategy may be used: some of them, by lot."""
 
     def allowed(node, strategy):
-        if strategy.output.kind is Kind.REPLICATED and all(
-            layout.kind is Kind.REPLICATED for layout in strategy.inputs
+        if strategy.output.kind is LayoutKind.REPLICATED and all(
+            layout.kind is LayoutKind.REPLICATED for layout in strategy.inputs
         ):
             return True
         return zlib.crc32(f"{seed} {node.name} {strategy}".encode()) % 100 < keep

@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from smpc.codegen.rewrite.tensor_parallel.layouts import Kind
+from smpc.codegen.rewrite.tensor_parallel.layouts import LayoutKind
 from smpc.codegen.rewrite.tensor_parallel.rules import localised, strategies
 from smpc.codegen.rewrite.tensor_parallel.search import choose
 from smpc.codegen.rewrite.tensor_parallel.strategy import Carried, Facts, carried, dimension_groups
@@ -90,9 +90,9 @@ OPERATIONS = {
 
 def on_ranks(tensor, layout):
     """What the ranks have of a tensor."""
-    if layout.kind is Kind.PARTIAL:
+    if layout.kind is LayoutKind.PARTIAL:
         return [tensor * share for share in SHARES]
-    if layout.kind is not Kind.SHARDED:
+    if layout.kind is not LayoutKind.SHARDED:
         return [tensor] * DEGREE
     sizes = layout.blocks or (tensor.shape[layout.dim],)
     blocks = tensor.split(list(sizes), layout.dim)
@@ -103,9 +103,9 @@ def on_ranks(tensor, layout):
 
 def gradients_on_ranks(gradient, layout):
     """What the ranks have of a gradient: whole where values are summands, summands where they are broadcast."""
-    if layout.kind is Kind.PARTIAL:
+    if layout.kind is LayoutKind.PARTIAL:
         return [gradient] * DEGREE
-    if layout.kind is Kind.BROADCAST:
+    if layout.kind is LayoutKind.BROADCAST:
         return [gradient * share for share in SHARES]
     return on_ranks(gradient, layout)
 
@@ -116,7 +116,7 @@ def assert_makes_up(parts, whole, layout, sums):
         torch.testing.assert_close(sum(parts), whole)
         return
     for part, expected in zip(
-        parts, on_ranks(whole, layout) if layout.kind is Kind.SHARDED else [whole] * DEGREE, strict=True
+        parts, on_ranks(whole, layout) if layout.kind is LayoutKind.SHARDED else [whole] * DEGREE, strict=True
     ):
         torch.testing.assert_close(part, expected)
 
@@ -143,9 +143,9 @@ def assert_strategy_holds(facts, node, strategy, values):
         found.append(outputs)
         returned.append(own)
     for parts, value in zip(zip(*found, strict=True), expected, strict=True):
-        assert_makes_up([part.detach() for part in parts], value.detach(), strategy.output, Kind.PARTIAL)
+        assert_makes_up([part.detach() for part in parts], value.detach(), strategy.output, LayoutKind.PARTIAL)
     for name, layout in zip(node.inputs, strategy.inputs, strict=True):
-        assert_makes_up([own[name].grad for own in returned], whole[name].grad, layout, Kind.BROADCAST)
+        assert_makes_up([own[name].grad for own in returned], whole[name].grad, layout, LayoutKind.BROADCAST)
 
 
 @pytest.mark.parametrize("name", OPERATIONS)

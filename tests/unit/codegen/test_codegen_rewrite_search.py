@@ -9,7 +9,7 @@ from torch import nn
 
 from smpc.codegen.rewrite.tensor_parallel import search
 from smpc.codegen.rewrite.tensor_parallel.layout_problem import Weights, collect, representatives
-from smpc.codegen.rewrite.tensor_parallel.layouts import REPLICATED, Kind
+from smpc.codegen.rewrite.tensor_parallel.layouts import REPLICATED, LayoutKind
 from smpc.codegen.rewrite.tensor_parallel.rewrite import rewrite
 from smpc.codegen.rewrite.tensor_parallel.search import choose, eliminate, solve_ilp
 from smpc.errors import CodegenError
@@ -129,7 +129,7 @@ def test_equal_blocks_are_decided_once():
     layouts = {name: layout for name, layout in choice.by_parameter if name.endswith("up.weight")}
     assert len(layouts) == 12
     assert len({layout for name, layout in layouts.items() if name != "0.up.weight"}) == 1
-    assert layouts["3.up.weight"].kind is Kind.SHARDED
+    assert layouts["3.up.weight"].kind is LayoutKind.SHARDED
 
 
 def test_equal_layers_of_one_network_may_differ():

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from smpc.codegen.rewrite.tensor_parallel.layouts import Kind, Layout
+from smpc.codegen.rewrite.tensor_parallel.layouts import Layout, LayoutKind
 from smpc.codegen.rewrite.tensor_parallel.styles import StylePlan, choose_by_plan
 from smpc.compile import compile_model
 from smpc.errors import ConfigError
@@ -79,6 +79,6 @@ def test_modules_that_are_to_stay_whole_do_whatever_else_is_said(styles):
     """Experts that ranks divide: of blocks that are alike, too."""
     trace = record(Model(16), (torch.ones(4, 8),))
     choice = choose_by_plan(trace, 2, StylePlan(styles, whole=("layers.1.mlp",)))
-    divided = {name for name, layout in choice.by_parameter if layout.kind is Kind.SHARDED}
+    divided = {name for name, layout in choice.by_parameter if layout.kind is LayoutKind.SHARDED}
     assert "layers.0.mlp.up_proj.weight" in divided
     assert not any(name.startswith("layers.1.mlp.") for name in divided)

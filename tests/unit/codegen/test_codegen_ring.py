@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from smpc.codegen import ring
-from smpc.codegen.ring import Part, pairs_of_work, prove_ring, ring_steps
+from smpc.codegen.ring import SlicePart, pairs_of_work, prove_ring, ring_steps
 from smpc.errors import ScheduleError
 
 SIZES = [1, 2, 3, 4, 8, 16]
@@ -16,7 +16,7 @@ SIZES = [1, 2, 3, 4, 8, 16]
 def pieces_of(rank, ranks, part, mirrored):
     """Places in the sequence, of `2 * ranks` pieces, of what a step names."""
     both = [rank, 2 * ranks - 1 - rank] if mirrored else [2 * rank, 2 * rank + 1]
-    return {Part.ALL: both, Part.FIRST: both[:1], Part.SECOND: both[1:], None: []}[part]
+    return {SlicePart.ALL: both, SlicePart.FIRST: both[:1], SlicePart.SECOND: both[1:], None: []}[part]
 
 
 @pytest.mark.parametrize("mirrored", [True, False])
@@ -67,7 +67,7 @@ def broken(change):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"keys": Part.ALL}, "expected piece 1 of the queries to meet piece 7 of the keys 0 times, found 1"),
+        ({"keys": SlicePart.ALL}, "expected piece 1 of the queries to meet piece 7 of the keys 0 times, found 1"),
         ({"queries": None}, "expected piece 1 of the queries to meet piece 0 of the keys 1 times, found 0"),
         ({"source": 2}, "to meet piece"),
         ({"sends_to": 0}, "rank 1 sends to 0 at step 1, which waits for 3"),

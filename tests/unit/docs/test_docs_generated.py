@@ -13,7 +13,7 @@ from public_names import MODULES
 from smpc.compile.options import PipelineOptions
 from smpc.config import KEYS
 from smpc.config import Config as Script
-from smpc.v2.session.config import Config as ScriptForV2
+from smpc.v2.session.config import SessionConfig as ScriptForV2
 
 NOTEBOOKS = sorted((REPOSITORY / "docs" / "notebooks").glob("*.ipynb"))
 

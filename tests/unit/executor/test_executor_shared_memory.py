@@ -6,7 +6,7 @@ from tensor_ranks import run_ranks, tensor_groups
 
 from smpc.errors import ConfigError
 from smpc.executor.collectives import summed
-from smpc.executor.host_memory.shared_memory import VARIABLE, HostLink, is_wanted
+from smpc.executor.host_memory.shared_memory import VARIABLE, GroupMemory, is_wanted
 
 
 @pytest.mark.parametrize(
@@ -31,5 +31,5 @@ def test_ranks_that_are_threads_use_gloo():
 
 def test_one_link_for_each_group():
     first, second = tensor_groups(2)
-    assert HostLink.of(first.process_group) is HostLink.of(first.process_group)
-    assert HostLink.of(first.process_group) is not HostLink.of(second.process_group)
+    assert GroupMemory.of(first.process_group) is GroupMemory.of(first.process_group)
+    assert GroupMemory.of(first.process_group) is not GroupMemory.of(second.process_group)

@@ -12,7 +12,7 @@ from torch.distributed import HashStore
 
 from smpc.executor.failure.processes import SIGNATURE, Process, ProcessSignature, sign_process, signature
 from smpc.executor.failure.stall import Activity, Standing, report_of
-from smpc.executor.failure.start import Phase, Start
+from smpc.executor.failure.start import Start, StartPhase
 
 
 @pytest.fixture
@@ -68,17 +68,17 @@ def test_phases_are_told_at_once_and_only_go_on():
         return signature(store, 1).place
 
     assert told() == "in smp.init"
-    start.enter(Phase.MODEL)
-    start.enter(Phase.SCRIPT)
+    start.enter(StartPhase.MODEL)
+    start.enter(StartPhase.SCRIPT)
     assert told() == "in smp.DistributedModel"
-    start.enter(Phase.STEP, "recording the model")
+    start.enter(StartPhase.STEP, "recording the model")
     assert told() == "in its first step: recording the model"
     with start.within("smp.barrier(WORLD)", seconds=100.0):
         assert start.place == "in its first step: smp.barrier(WORLD)"
         assert 99.0 < start.allowed <= 100.0
     assert start.allowed == 0.0
     start.end()
-    start.enter(Phase.STEP)
+    start.enter(StartPhase.STEP)
     assert told() == start.place == "after its first step"
 
 

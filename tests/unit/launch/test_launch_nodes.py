@@ -3,7 +3,7 @@
 import pytest
 
 from smpc.errors import ConfigError
-from smpc.launch.nodes import NodeOptions, Place
+from smpc.launch.nodes import NodeOptions, NodePlace
 from smpc.places import meeting_port
 
 MASTER = {"MASTER_ADDR": "host0", "MASTER_PORT": "29500"}
@@ -12,45 +12,50 @@ MASTER = {"MASTER_ADDR": "host0", "MASTER_PORT": "29500"}
 @pytest.mark.parametrize(
     ("num_ranks", "options", "environ", "expected"),
     [
-        (2, {}, {}, Place(2, 2, 0, 0, 1, "127.0.0.1", 0)),
-        (2, {"master_port": 1234}, {}, Place(2, 2, 0, 0, 1, "127.0.0.1", 1234)),
+        (2, {}, {}, NodePlace(2, 2, 0, 0, 1, "127.0.0.1", 0)),
+        (2, {"master_port": 1234}, {}, NodePlace(2, 2, 0, 0, 1, "127.0.0.1", 1234)),
         # A job inside a rank of another one.
-        (2, {}, {"WORLD_SIZE": "2", "NODE_RANK": "0", **MASTER}, Place(2, 2, 0, 0, 1, "127.0.0.1", 0)),
-        (2, {"num_nodes": 1}, {"WORLD_SIZE": "64", **MASTER}, Place(2, 2, 0, 0, 1, "127.0.0.1", 0)),
-        (8, {"num_nodes": 2, "node_rank": 1}, MASTER, Place(8, 16, 8, 1, 2, "host0", 29500)),
-        (8, {"num_nodes": 2, "node_rank": 1}, {"WORLD_SIZE": "4", **MASTER}, Place(8, 16, 8, 1, 2, "host0", 29500)),
-        (8, {}, {"WORLD_SIZE": "16", "NODE_RANK": "1", **MASTER}, Place(8, 16, 8, 1, 2, "host0", 29500)),
-        (4, {"base_rank": 8}, {"WORLD_SIZE": "12", "NODE_RANK": "1", **MASTER}, Place(4, 12, 8, 1, 3, "host0", 29500)),
+        (2, {}, {"WORLD_SIZE": "2", "NODE_RANK": "0", **MASTER}, NodePlace(2, 2, 0, 0, 1, "127.0.0.1", 0)),
+        (2, {"num_nodes": 1}, {"WORLD_SIZE": "64", **MASTER}, NodePlace(2, 2, 0, 0, 1, "127.0.0.1", 0)),
+        (8, {"num_nodes": 2, "node_rank": 1}, MASTER, NodePlace(8, 16, 8, 1, 2, "host0", 29500)),
+        (8, {"num_nodes": 2, "node_rank": 1}, {"WORLD_SIZE": "4", **MASTER}, NodePlace(8, 16, 8, 1, 2, "host0", 29500)),
+        (8, {}, {"WORLD_SIZE": "16", "NODE_RANK": "1", **MASTER}, NodePlace(8, 16, 8, 1, 2, "host0", 29500)),
+        (
+            4,
+            {"base_rank": 8},
+            {"WORLD_SIZE": "12", "NODE_RANK": "1", **MASTER},
+            NodePlace(4, 12, 8, 1, 3, "host0", 29500),
+        ),
         # Of a job on one node around this one, and of a job of which this launcher is a rank.
-        (2, {}, {"WORLD_SIZE": "8", "LOCAL_WORLD_SIZE": "8", **MASTER}, Place(2, 2, 0, 0, 1, "127.0.0.1", 0)),
+        (2, {}, {"WORLD_SIZE": "8", "LOCAL_WORLD_SIZE": "8", **MASTER}, NodePlace(2, 2, 0, 0, 1, "127.0.0.1", 0)),
         (
             2,
             {},
             {"WORLD_SIZE": "8", "LOCAL_WORLD_SIZE": "4", "LOCAL_RANK": "1", "NODE_RANK": "1", **MASTER},
-            Place(2, 2, 0, 0, 1, "127.0.0.1", 0),
+            NodePlace(2, 2, 0, 0, 1, "127.0.0.1", 0),
         ),
         (
             4,
             {"node_rank": 1},
             {"WORLD_SIZE": "8", "LOCAL_WORLD_SIZE": "4", **MASTER},
-            Place(4, 8, 4, 1, 2, "host0", 29500),
+            NodePlace(4, 8, 4, 1, 2, "host0", 29500),
         ),
         (
             2,
             {"world_size": 8},
             {"LOCAL_WORLD_SIZE": "8", "NODE_RANK": "3", **MASTER},
-            Place(2, 8, 6, 3, 4, "host0", 29500),
+            NodePlace(2, 8, 6, 3, 4, "host0", 29500),
         ),
         # Nodes of different size: a number follows from the other one if it is 0.
-        (2, {"world_size": 5, "node_rank": 0}, MASTER, Place(2, 5, 0, 0, 3, "host0", 29500)),
-        (2, {"world_size": 5, "base_rank": 0}, MASTER, Place(2, 5, 0, 0, 3, "host0", 29500)),
-        (2, {"world_size": 5, "node_rank": 1, "base_rank": 3}, MASTER, Place(2, 5, 3, 1, 3, "host0", 29500)),
-        (1, {"world_size": 3, "base_rank": 2}, MASTER, Place(1, 3, 2, 2, 3, "host0", 29500)),
+        (2, {"world_size": 5, "node_rank": 0}, MASTER, NodePlace(2, 5, 0, 0, 3, "host0", 29500)),
+        (2, {"world_size": 5, "base_rank": 0}, MASTER, NodePlace(2, 5, 0, 0, 3, "host0", 29500)),
+        (2, {"world_size": 5, "node_rank": 1, "base_rank": 3}, MASTER, NodePlace(2, 5, 3, 1, 3, "host0", 29500)),
+        (1, {"world_size": 3, "base_rank": 2}, MASTER, NodePlace(1, 3, 2, 2, 3, "host0", 29500)),
         (
             1,
             {"world_size": 2, "node_rank": 1, "master_addr": "a", "master_port": 7},
             MASTER,
-            Place(1, 2, 1, 1, 2, "a", 7),
+            NodePlace(1, 2, 1, 1, 2, "a", 7),
         ),
         # A launcher on every node, started by srun or mpirun: node number, count and master are theirs.
         (
@@ -66,7 +71,7 @@ MASTER = {"MASTER_ADDR": "host0", "MASTER_PORT": "29500"}
                 "SLURM_STEP_TASKS_PER_NODE": "1(x3)",
                 "SLURM_STEP_NODELIST": "gpu[07-09]",
             },
-            Place(4, 12, 4, 1, 3, "gpu07", meeting_port("Slurm 7.0")),
+            NodePlace(4, 12, 4, 1, 3, "gpu07", meeting_port("Slurm 7.0")),
         ),
         (
             2,
@@ -78,16 +83,21 @@ MASTER = {"MASTER_ADDR": "host0", "MASTER_PORT": "29500"}
                 "OMPI_COMM_WORLD_LOCAL_SIZE": "1",
                 **MASTER,
             },
-            Place(2, 4, 2, 1, 2, "host0", 29500),
+            NodePlace(2, 4, 2, 1, 2, "host0", 29500),
         ),
         (
             2,
             {"num_nodes": 1},
             {"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_LOCAL_SIZE": "2"},
-            Place(2, 2, 0, 0, 1, "127.0.0.1", 0),
+            NodePlace(2, 2, 0, 0, 1, "127.0.0.1", 0),
         ),
         # In a batch script of Slurm, which is no task.
-        (2, {}, {"SLURM_PROCID": "0", "SLURM_NTASKS": "8", "SLURM_JOB_ID": "7"}, Place(2, 2, 0, 0, 1, "127.0.0.1", 0)),
+        (
+            2,
+            {},
+            {"SLURM_PROCID": "0", "SLURM_NTASKS": "8", "SLURM_JOB_ID": "7"},
+            NodePlace(2, 2, 0, 0, 1, "127.0.0.1", 0),
+        ),
     ],
 )
 def test_places(num_ranks, options, environ, expected):

@@ -15,7 +15,7 @@ from smpc.errors import ConfigError
 from smpc.nn.distribution.distribute import distribute, tensor_parallelism
 from smpc.nn.distribution.registry import Registry
 from smpc.nn.init.delayed import delay_param_initialization, draw_delayed
-from smpc.nn.parallel import Shard, TensorParallel, own_part_of
+from smpc.nn.parallel import ParameterSlice, TensorParallel, own_part_of
 
 CPU = torch.device("cpu")
 
@@ -117,7 +117,7 @@ def test_slices_are_those_of_the_whole_and_nothing_whole_is_made(dim):
         for name in names:
             shape = list(whole.get_parameter(name).shape)
             shape[dim] //= 2
-            slices[name] = Shard(dim, shape[dim] * 2, rank * shape[dim]), torch.Size(shape)
+            slices[name] = ParameterSlice(dim, shape[dim] * 2, rank * shape[dim]), torch.Size(shape)
         draw_delayed(model, CPU, 3, slices=slices)
         for name in names:
             assert torch.equal(model.get_parameter(name), own_part_of(whole.get_parameter(name), *slices[name])), name
@@ -131,7 +131,7 @@ def test_no_rank_holds_a_whole_weight_that_a_script_fills():
 
     model = delayed(make)
     with LargestTensor() as tracker:
-        draw_delayed(model, CPU, 3, slices={"0.weight": (Shard(0, 4096, 1024), torch.Size([1024, 1024]))})
+        draw_delayed(model, CPU, 3, slices={"0.weight": (ParameterSlice(0, 4096, 1024), torch.Size([1024, 1024]))})
     assert tracker.largest <= 1 << 20
     assert model[0].weight.std().item() == pytest.approx(0.02, rel=1e-2)
 
@@ -147,7 +147,7 @@ class Orthogonal(nn.Module):
 @pytest.mark.parametrize("cut", [False, True])
 def test_an_initializer_that_needs_the_whole_has_it(cut):
     model = delayed(Orthogonal)
-    draw_delayed(model, CPU, 3, slices={"weight": (Shard(0, 8, 4), torch.Size([4, 4]))} if cut else {})
+    draw_delayed(model, CPU, 3, slices={"weight": (ParameterSlice(0, 8, 4), torch.Size([4, 4]))} if cut else {})
     whole = delayed(Orthogonal)
     draw_delayed(whole, CPU, 3)
     torch.testing.assert_close(whole.weight.T @ whole.weight, torch.eye(4), rtol=1e-5, atol=1e-6)
@@ -190,7 +190,7 @@ def test_what_needs_a_whole_that_is_nowhere_is_an_error():
     with pytest.raises(
         ConfigError, match=r"0.weight is cut over ranks, and what the script does to it needs its whole values"
     ):
-        draw_delayed(model, CPU, 3, slices={"0.weight": (Shard(1, 8, 4), torch.Size([4, 4]))})
+        draw_delayed(model, CPU, 3, slices={"0.weight": (ParameterSlice(1, 8, 4), torch.Size([4, 4]))})
     whole = delayed(make)
     draw_delayed(whole, CPU, 3)
     assert (whole[0].weight.t()[2:5, 1:3] == 0).all()

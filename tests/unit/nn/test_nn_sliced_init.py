@@ -11,7 +11,7 @@ from torch import nn
 
 from smpc.errors import ConfigError
 from smpc.nn.init.delayed import delay_param_initialization, draw_delayed
-from smpc.nn.parallel import Shard, own_part_of
+from smpc.nn.parallel import ParameterSlice, own_part_of
 
 CPU = torch.device("cpu")
 
@@ -27,7 +27,7 @@ def shard_of(size, dim, rank, degree, blocks=1):
     block = size // blocks
     share = block // degree
     runs = tuple((i * block + rank * share, share) for i in range(blocks))
-    return Shard(dim, size, runs[0][0], runs if blocks > 1 else ())
+    return ParameterSlice(dim, size, runs[0][0], runs if blocks > 1 else ())
 
 
 def slices_of(model, rank, degree):

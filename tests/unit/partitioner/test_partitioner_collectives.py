@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from smpc.mesh import Axis, Mesh
-from smpc.partitioner.costs.collectives import Kind, collective_time, least_time, sent_time
+from smpc.partitioner.costs.collectives import CollectiveKind, collective_time, least_time, sent_time
 from smpc.partitioner.costs.device import DEVICES, H100, Device, Group, Wire
 
 DEVICE = Device("d", {"float32": 1e12}, 1e12, 10**9, 4, Wire(100.0, 1.0, 1.0, 0.1), Wire(10.0, 5.0, 1.0, 0.5))
@@ -26,30 +26,32 @@ def walked_ring(num_bytes: float, group: Group, device: Device, rounds: int) -> 
 
 
 @pytest.mark.parametrize("group", [Group(2, 2), Group(4, 4), Group(8, 4), Group(4, 1), Group(6, 2)])
-@pytest.mark.parametrize("kind", [Kind.ALL_GATHER, Kind.REDUCE_SCATTER])
+@pytest.mark.parametrize("kind", [CollectiveKind.ALL_GATHER, CollectiveKind.REDUCE_SCATTER])
 def test_gathers_and_scatters_go_round_a_ring_once(kind, group):
     assert collective_time(kind, 1000.0, group, DEVICE) == pytest.approx(walked_ring(1000.0, group, DEVICE, 1))
 
 
 @pytest.mark.parametrize("group", [Group(2, 2), Group(4, 4), Group(8, 4), Group(4, 1), Group(6, 2)])
 def test_a_large_all_reduce_goes_round_twice(group):
-    assert collective_time(Kind.ALL_REDUCE, 1e6, group, DEVICE) == pytest.approx(walked_ring(1e6, group, DEVICE, 2))
+    assert collective_time(CollectiveKind.ALL_REDUCE, 1e6, group, DEVICE) == pytest.approx(
+        walked_ring(1e6, group, DEVICE, 2)
+    )
 
 
 def test_a_small_all_reduce_of_many_ranks_takes_a_tree():
     group = Group(4096, 4)
-    ring, found = walked_ring(1.0, group, DEVICE, 2), collective_time(Kind.ALL_REDUCE, 1.0, group, DEVICE)
+    ring, found = walked_ring(1.0, group, DEVICE, 2), collective_time(CollectiveKind.ALL_REDUCE, 1.0, group, DEVICE)
     assert found < ring / 50
     assert found == pytest.approx(5.0 + 2 * 1.0 / 40.0 + 2 * (3 * 0.1 + 10 * 0.5))
 
 
-@pytest.mark.parametrize("kind", list(Kind))
+@pytest.mark.parametrize("kind", list(CollectiveKind))
 def test_one_rank_and_nothing_to_send_take_no_time(kind):
     assert collective_time(kind, 1e9, Group(1, 1), DEVICE) == 0.0
     assert collective_time(kind, 0, Group(8, 4), DEVICE) == 0.0
 
 
-@pytest.mark.parametrize("kind", list(Kind))
+@pytest.mark.parametrize("kind", list(CollectiveKind))
 @pytest.mark.parametrize("device", list(DEVICES.values()), ids=list(DEVICES))
 def test_more_bytes_and_slower_wires_never_take_less(kind, device):
     slower = replace(device, between_hosts=replace(device.between_hosts, bandwidth=device.between_hosts.bandwidth / 4))
@@ -57,12 +59,18 @@ def test_more_bytes_and_slower_wires_never_take_less(kind, device):
         times = [collective_time(kind, num_bytes, group, device) for num_bytes in (1.0, 1e3, 1e6, 1e9, 1e12)]
         assert times == sorted(times)
         assert collective_time(kind, 1e9, group, slower) >= times[3]
-        assert least_time(kind, 1e9, group, device) <= times[3] or kind in (Kind.ALL_TO_ALL, Kind.SEND, Kind.BROADCAST)
+        assert least_time(kind, 1e9, group, device) <= times[3] or kind in (
+            CollectiveKind.ALL_TO_ALL,
+            CollectiveKind.SEND,
+            CollectiveKind.BROADCAST,
+        )
 
 
 def test_all_to_all_sends_each_rank_its_part_over_the_wire_there():
-    assert collective_time(Kind.ALL_TO_ALL, 400.0, Group(4, 4), DEVICE) == pytest.approx(1.0 + 3 * 100 / 100.0 + 0.3)
-    assert collective_time(Kind.ALL_TO_ALL, 800.0, Group(8, 4), DEVICE) == pytest.approx(
+    assert collective_time(CollectiveKind.ALL_TO_ALL, 400.0, Group(4, 4), DEVICE) == pytest.approx(
+        1.0 + 3 * 100 / 100.0 + 0.3
+    )
+    assert collective_time(CollectiveKind.ALL_TO_ALL, 800.0, Group(8, 4), DEVICE) == pytest.approx(
         5.0 + 4 * 100 / 10.0 + 0.3 + 0.5
     )
 
@@ -71,7 +79,9 @@ def test_what_every_rank_sends_is_enough_to_tell_the_time():
     for group in (Group(4, 4), Group(16, 4)):
         whole = 1e6
         part = whole * (group.size - 1) / group.size
-        assert sent_time(part, group, DEVICE) == pytest.approx(collective_time(Kind.ALL_GATHER, whole, group, DEVICE))
+        assert sent_time(part, group, DEVICE) == pytest.approx(
+            collective_time(CollectiveKind.ALL_GATHER, whole, group, DEVICE)
+        )
 
 
 def test_groups_of_a_mesh():
@@ -84,4 +94,4 @@ def test_groups_of_a_mesh():
 
 
 def test_the_example_of_the_module():
-    assert collective_time(Kind.ALL_GATHER, 268e6, Group(8, 8), H100) == pytest.approx(0.69e-3, rel=0.01)
+    assert collective_time(CollectiveKind.ALL_GATHER, 268e6, Group(8, 8), H100) == pytest.approx(0.69e-3, rel=0.01)

@@ -28,7 +28,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from smpc.errors import TraceError
-from smpc.tracer.attempt import Request
+from smpc.tracer.attempt import RecordingRequest
 from smpc.tracer.environment.environment_guards import GuardSource
 from smpc.tracer.ir import NodeKind
 from smpc.tracer.record import record_guarded
@@ -46,7 +46,7 @@ class Asks(nn.Module):
 
 
 def recorded(function):
-    return record_guarded(Asks(function), Request((torch.ones(2, 4),), {}))
+    return record_guarded(Asks(function), RecordingRequest((torch.ones(2, 4),), {}))
 
 
 @dataclasses.dataclass
@@ -237,7 +237,7 @@ def test_a_database_is_asked_by_a_module_that_is_called_whole():
     connection.execute("create table t (scale real)")
     connection.execute("insert into t values (2.0)")
     model = nn.Sequential(nn.Linear(4, 4), Asks(lambda x: x * connection.execute("select scale from t").fetchone()[0]))
-    trace = record_guarded(model, Request((torch.ones(2, 4),), {})).trace
+    trace = record_guarded(model, RecordingRequest((torch.ones(2, 4),), {})).trace
     assert [node.target for node in trace.nodes if node.kind is NodeKind.CALL_MODULE] == ["1"]
 
 
@@ -283,11 +283,11 @@ def test_a_lock_that_forward_takes_is_given_back_by_the_recording():
             return x * (2 if self.lock.acquire(blocking=False) else 3)
 
     model = nn.Sequential(nn.Linear(4, 4), Takes())
-    trace = record_guarded(model, Request((torch.ones(2, 4),), {})).trace
+    trace = record_guarded(model, RecordingRequest((torch.ones(2, 4),), {})).trace
     assert [node.target for node in trace.nodes if node.kind is NodeKind.CALL_MODULE] == ["1"]
     assert not model[1].lock.locked()
     with pytest.raises(TraceError, match="forward reads whether a lock is held and changes it"):
-        record_guarded(Takes(), Request((torch.ones(2, 4),), {}))
+        record_guarded(Takes(), RecordingRequest((torch.ones(2, 4),), {}))
 
 
 def test_nothing_is_put_back_into_classes_that_cannot_be_written():

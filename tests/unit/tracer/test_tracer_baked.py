@@ -14,7 +14,7 @@ from torch import nn
 
 from smpc.errors import TraceError
 from smpc.tracer import record
-from smpc.tracer.attempt import Request
+from smpc.tracer.attempt import RecordingRequest
 from smpc.tracer.ir import NodeKind
 from smpc.tracer.record import record_guarded
 
@@ -189,7 +189,7 @@ def test_a_change_is_told(name):
     function, change, *restore = changes()[name]
     listed = [1]
     model = Model(function, listed=listed, other=listed)
-    environment = record_guarded(model, Request((torch.ones(2, 4),), {})).environment
+    environment = record_guarded(model, RecordingRequest((torch.ones(2, 4),), {})).environment
     assert environment.difference() is None
     try:
         change(model)

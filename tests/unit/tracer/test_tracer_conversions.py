@@ -7,7 +7,7 @@ from torch import nn
 
 from smpc.errors import TraceError
 from smpc.tracer import record
-from smpc.tracer.attempt import Request
+from smpc.tracer.attempt import RecordingRequest
 from smpc.tracer.ir import NodeKind
 from smpc.tracer.record import record_guarded
 from smpc.tracer.replay import verify
@@ -136,7 +136,7 @@ def test_a_module_that_is_called_whole():
 def test_a_later_call_that_would_convert_is_noticed():
     """A parameter has another type then, in the same object; one that no conversion has looked at counts for nothing."""
     model = Around(Converting(to_float))
-    environment = record_guarded(model, Request((X,), {})).environment
+    environment = record_guarded(model, RecordingRequest((X,), {})).environment
     assert environment.difference() is None
     model.first.weight.data = model.first.weight.data.double()
     assert environment.difference() is None

@@ -16,7 +16,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from smpc.errors import TraceError
-from smpc.tracer.attempt import Request
+from smpc.tracer.attempt import RecordingRequest
 from smpc.tracer.environment.memory_words import DictVersions
 from smpc.tracer.ir import NodeKind
 from smpc.tracer.record import record_guarded
@@ -28,7 +28,7 @@ KEPT = []
 
 
 def environment_of(model):
-    return record_guarded(model, Request((X,), {})).environment
+    return record_guarded(model, RecordingRequest((X,), {})).environment
 
 
 class Slotted:
@@ -225,7 +225,7 @@ class CountsByClass(Stateful):
 @pytest.mark.parametrize("kind", [Counts, Collects, Ticks])
 def test_state_of_one_module_has_it_called_whole(kind):
     model = nn.Sequential(nn.Linear(4, 4), kind(), nn.Linear(4, 4))
-    trace = record_guarded(model, Request((X,), {})).trace
+    trace = record_guarded(model, RecordingRequest((X,), {})).trace
     assert [node.target for node in trace.nodes if node.kind is NodeKind.CALL_MODULE] == ["1"]
     assert model[1].calls == 0
     assert not model[1].seen
@@ -234,7 +234,7 @@ def test_state_of_one_module_has_it_called_whole(kind):
 @pytest.mark.parametrize("kind", [Counts, Collects, Ticks, CountsGlobally, CountsByClass])
 def test_state_that_belongs_to_no_module_that_can_be_called_whole_is_refused(kind):
     with pytest.raises(TraceError, match=r"forward reads .* and changes it .*; what to do: .* buffer"):
-        record_guarded(kind(), Request((X,), {}))
+        record_guarded(kind(), RecordingRequest((X,), {}))
     assert (COUNT, CountsByClass.total) == (0, 0)
 
 
@@ -254,7 +254,7 @@ class CountsInOwnDict(Stateful):
 def test_state_in_objects_and_own_containers_is_seen():
     """A new attribute of an object, and what a subclass of dict holds, were not looked at."""
     model = nn.Sequential(nn.Linear(4, 4), CountsInOwnDict(), nn.Linear(4, 4))
-    trace = record_guarded(model, Request((X,), {})).trace
+    trace = record_guarded(model, RecordingRequest((X,), {})).trace
     assert [node.target for node in trace.nodes if node.kind is NodeKind.CALL_MODULE] == ["1"]
 
 
@@ -279,7 +279,7 @@ class SharedState(nn.Module):
 
 def test_state_that_modules_share_is_refused():
     with pytest.raises(TraceError, match="and changes it"):
-        record_guarded(SharedState(), Request((X,), {}))
+        record_guarded(SharedState(), RecordingRequest((X,), {}))
 
 
 class Cached(nn.Module):
@@ -299,7 +299,7 @@ class Cached(nn.Module):
 
 def test_a_cache_of_sizes_is_recorded_and_holds_full_and_empty():
     model = Cached()
-    recording = record_guarded(model, Request((X,), {}))
+    recording = record_guarded(model, RecordingRequest((X,), {}))
     assert "torch.triu" in [node.target for node in recording.trace.nodes]
     assert model.mask is None
     assert recording.environment.difference() is None
@@ -311,7 +311,7 @@ def test_a_cache_of_sizes_is_recorded_and_holds_full_and_empty():
 
 def test_a_first_call_that_differs_from_later_ones_is_refused():
     with pytest.raises(TraceError, match="attribute 'mask' of the model"):
-        record_guarded(Cached(drop=True), Request((X,), {}))
+        record_guarded(Cached(drop=True), RecordingRequest((X,), {}))
 
 
 @functools.lru_cache
@@ -332,7 +332,7 @@ def test_caches_of_functions_forget_what_a_recording_has_made():
     """A mask in an lru_cache made the next eager call return a FakeTensor."""
     cached_mask.cache_clear()
     model = UsesLruCache()
-    record_guarded(model, Request((X,), {}))
+    record_guarded(model, RecordingRequest((X,), {}))
     assert not isinstance(model(X), FakeTensor)
 
 
@@ -396,13 +396,13 @@ class KeepsGlobally(nn.Module):
 
 def test_tensors_that_are_kept_elsewhere_are_refused():
     with pytest.raises(TraceError, match=r"beyond the call|and changes it"):
-        record_guarded(KeepsGlobally(), Request((X,), {}))
+        record_guarded(KeepsGlobally(), RecordingRequest((X,), {}))
 
 
 def test_a_recording_leaves_no_tensor_and_the_garbage_collector_as_it_was():
     enabled, frozen, state = gc.isenabled(), gc.get_freeze_count(), random.getstate()
     before = sum(type(item) is FakeTensor for item in gc.get_objects())
-    record_guarded(Reader(), Request((X,), {}))
+    record_guarded(Reader(), RecordingRequest((X,), {}))
     assert (gc.isenabled(), gc.get_freeze_count(), random.getstate()) == (enabled, frozen, state)
     assert sum(type(item) is FakeTensor for item in gc.get_objects()) <= before
 
@@ -436,7 +436,7 @@ class Rebuilds(nn.Module):
 def test_a_module_that_forward_makes_is_named():
     """It was a KeyError with a number."""
     model = Rebuilds()
-    request = Request((torch.ones(2, 4),), {})
+    request = RecordingRequest((torch.ones(2, 4),), {})
     text = r"environment.py:\d+: forward puts a new Sequential into the model, as body; what to do: run the model once by itself"
     with pytest.raises(TraceError, match=text):
         record_guarded(model, request)
@@ -479,7 +479,7 @@ def test_a_tensor_that_takes_the_place_of_another_brings_its_attributes(is_buffe
     """Those of the one that was there when the model was recorded were looked at."""
     model = AsksAttribute(is_buffer)
     model.shift = _given(before)
-    environment = record_guarded(model, Request((torch.ones(2, 4),), {})).environment
+    environment = record_guarded(model, RecordingRequest((torch.ones(2, 4),), {})).environment
     assert environment.difference() is None
     model.shift = _given(after)
     assert (environment.difference() is None) == (after == before)
@@ -531,7 +531,9 @@ def test_what_is_kept_without_a_name_is_guarded(name, is_early):
     of_context.get().scale = 2.0
     if is_early:
         read()
-    environment = record_guarded(applying(lambda _, x: x * read()), Request((torch.ones(2, 4),), {})).environment
+    environment = record_guarded(
+        applying(lambda _, x: x * read()), RecordingRequest((torch.ones(2, 4),), {})
+    ).environment
     assert environment.difference() is None
     table_of("b")  # something else that is kept
     assert environment.difference() is None
@@ -551,5 +553,5 @@ def test_what_forward_changes_in_a_cache_is_refused():
 
     counted_settings()
     with pytest.raises(TraceError, match="changes it"):
-        record_guarded(applying(count), Request((torch.ones(2, 4),), {}))
+        record_guarded(applying(count), RecordingRequest((torch.ones(2, 4),), {}))
     assert counted_settings().calls == 0

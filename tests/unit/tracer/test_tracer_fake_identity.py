@@ -10,7 +10,7 @@ from smpc import compile_model
 from smpc.errors import TraceError
 from smpc.runtime import LoopbackRuntime
 from smpc.tracer import record
-from smpc.tracer.attempt import Request
+from smpc.tracer.attempt import RecordingRequest
 from smpc.tracer.ir import NodeKind
 from smpc.tracer.record import record_guarded
 from smpc.tracer.state.fakes import FakeState, installed
@@ -64,7 +64,7 @@ def test_two_functions_of_one_file_may_ask():
         return x * also(x) * (2 if type(x) is torch.Tensor else 3)
 
     model = applying(both)
-    recording = record_guarded(model, Request((torch.ones(2, 4),), {}))
+    recording = record_guarded(model, RecordingRequest((torch.ones(2, 4),), {}))
     assert "type" not in globals()
     assert recording.environment.difference() is None
     assert_equal_to_eager(model)

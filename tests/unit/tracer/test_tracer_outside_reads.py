@@ -20,7 +20,7 @@ from applied import applying
 from torch import nn
 
 from smpc.errors import TraceError
-from smpc.tracer.attempt import Request
+from smpc.tracer.attempt import RecordingRequest
 from smpc.tracer.environment import outside_reads, process_questions, reads
 from smpc.tracer.environment.outside_reads import CallHook
 from smpc.tracer.ir import NodeKind
@@ -42,7 +42,7 @@ class Asks(nn.Module):
 
 
 def recorded(module):
-    return record_guarded(module, Request((torch.ones(2, 4),), {}))
+    return record_guarded(module, RecordingRequest((torch.ones(2, 4),), {}))
 
 
 def whole_modules(trace):

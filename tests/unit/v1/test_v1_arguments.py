@@ -10,7 +10,15 @@ from transformers import BatchEncoding
 from transformers.modeling_outputs import CausalLMOutput
 
 from smpc.errors import StepError
-from smpc.v1.steps.arguments import Plain, Slot, check_argument, form_of, map_leaves, merge_arguments, split_argument
+from smpc.v1.steps.arguments import (
+    PlainArgument,
+    Slot,
+    check_argument,
+    form_of,
+    map_leaves,
+    merge_arguments,
+    split_argument,
+)
 
 Point = namedtuple("Point", "x y")
 
@@ -115,7 +123,10 @@ def sent(arguments):
 def test_rank_0s_tensors_take_the_place_of_anything():
     x, y = torch.ones(2), torch.zeros(3)
     form, tensors = sent({"model": Unknown(), "batch": {"x": x, "n": [3, "t"]}, "y": y, "flag": True})
-    assert form.skeleton == {"batch": {"x": Slot(0), "n": [Plain(3, True), Plain("t", True)]}, "y": Slot(1)}
+    assert form.skeleton == {
+        "batch": {"x": Slot(0), "n": [PlainArgument(3, True), PlainArgument("t", True)]},
+        "y": Slot(1),
+    }
     model = Unknown()
     own = {"model": model, "batch": None, "y": torch.empty(0), "flag": False}
     merged = merge_arguments(form, own, tensors)

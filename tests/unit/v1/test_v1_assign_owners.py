@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from smpc.mesh import Axis
-from smpc.v1.optimization.sharded_optimizer_state import Cut, Entry, ShardedLot, deal
+from smpc.v1.optimization.sharded_optimizer_state import AssignedParameter, OwnedRows, ShardedLot, deal
 
 LOTS = st.lists(
     st.one_of(
@@ -66,9 +66,9 @@ def test_what_may_be_cut_anywhere_comes_out_even(sizes, before):
 
 def test_the_large_are_cut_at_granules_and_the_small_are_not():
     assert deal([ShardedLot(64_000, 1000, 8), ShardedLot(100, 100), ShardedLot(60, 60)], [0, 0]) == [
-        (Cut(0, 0, 496), Cut(1, 496, 1000)),
-        (Cut(0, 0, 100),),
-        (Cut(0, 0, 60),),
+        (OwnedRows(0, 0, 496), OwnedRows(1, 496, 1000)),
+        (OwnedRows(0, 0, 100),),
+        (OwnedRows(0, 0, 60),),
     ]
 
 
@@ -78,7 +78,7 @@ def gpt2_lots(may_be_cut):
         model = transformers.GPT2LMHeadModel(transformers.GPT2Config())
     parameters = list(model.parameters())
     assert sum(parameter.numel() for parameter in parameters) == 124_439_808
-    return [Entry(p, 12 * p.numel(), Axis.DP, p.shape[0] if may_be_cut else 0).lot() for p in parameters]
+    return [AssignedParameter(p, 12 * p.numel(), Axis.DP, p.shape[0] if may_be_cut else 0).lot() for p in parameters]
 
 
 def imbalance(lots, owners):

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from smpc.errors import CheckpointError
 from smpc.nn import DistributedLinear
-from smpc.nn.parallel import Shard, TensorParallel
+from smpc.nn.parallel import ParameterSlice, TensorParallel
 from smpc.tracer.ir import TensorSpec
 from smpc.v1.layout.placement import Slices, place
 from smpc.v1.state_dicts.merge import MergedPiece, fill, survey
@@ -20,7 +20,7 @@ def test_any_pieces_fill_any_slice(data, size, dim, whole):
     full = torch.arange(size * 3.0).reshape(3, size) if dim else torch.arange(size * 3.0).reshape(size, 3)
     start = data.draw(st.integers(0, size - 1))
     length = data.draw(st.integers(1, size - start))
-    shard = None if whole else Shard(dim, size, start)
+    shard = None if whole else ParameterSlice(dim, size, start)
     expected = full if whole else full.narrow(dim, start, length)
     target = torch.full_like(expected, -1.0)
     cuts = sorted({0, size, *data.draw(st.lists(st.integers(0, size), max_size=3))})
@@ -34,13 +34,13 @@ def test_state_without_a_place_in_the_whole_is_refused():
     module = DistributedLinear(4, 4, parallel=TensorParallel())
     slices = Slices(module)
     assert slices.get("weight") is None  # one rank has all
-    slices._shards["weight"] = Shard(1, 8, 4)
+    slices._shards["weight"] = ParameterSlice(1, 8, 4)
     assert slices.whole_shape("weight", (4, 4)) == (4, 8)
     assert slices.of_state("weight", "step", torch.tensor(1.0), (4, 4)) is None
-    assert slices.of_state("weight", "exp_avg", torch.ones(4, 4), (4, 4)) == Shard(1, 8, 4)
+    assert slices.of_state("weight", "exp_avg", torch.ones(4, 4), (4, 4)) == ParameterSlice(1, 8, 4)
     with pytest.raises(CheckpointError, match="optimizer state row of weight"):
         slices.of_state("weight", "row", torch.ones(4), (4, 4))
-    (shard,) = place("optimizer", "weight::m", torch.ones(4, 4), Shard(1, 8, 4))
+    (shard,) = place("optimizer", "weight::m", torch.ones(4, 4), ParameterSlice(1, 8, 4))
     assert (shard.global_shape, shard.offsets) == ((4, 8), (0, 4))
 
 
@@ -63,10 +63,10 @@ def surveyed(*described):
 @pytest.mark.parametrize(
     ("described", "owner"),
     [
-        ([((4, 3), Shard(0, 4, 0)), ((0, 3), Shard(0, 4, 4))], 0),
-        ([((0, 3), Shard(0, 4, 4)), ((4, 3), Shard(0, 4, 0))], 1),
-        ([((0, 3), Shard(0, 4, 4)), ((4, 3), None)], 1),  # of a job in which every rank had all
-        ([((4, 3), Shard(0, 4, 0)), ((4, 3), None)], 0),
+        ([((4, 3), ParameterSlice(0, 4, 0)), ((0, 3), ParameterSlice(0, 4, 4))], 0),
+        ([((0, 3), ParameterSlice(0, 4, 4)), ((4, 3), ParameterSlice(0, 4, 0))], 1),
+        ([((0, 3), ParameterSlice(0, 4, 4)), ((4, 3), None)], 1),  # of a job in which every rank had all
+        ([((4, 3), ParameterSlice(0, 4, 0)), ((4, 3), None)], 0),
     ],
 )
 def test_a_rank_that_has_all_speaks_for_those_that_have_nothing(described, owner):
@@ -79,10 +79,10 @@ def test_a_rank_that_has_all_speaks_for_those_that_have_nothing(described, owner
 @pytest.mark.parametrize(
     ("described", "said"),
     [
-        ([((4, 3), None), ((2, 3), Shard(0, 4, 2))], "on rank 0 of the replica"),
-        ([((4, 3), Shard(0, 4, 0)), ((5, 3), None)], "on rank 0 of the replica"),
-        ([((0, 3), Shard(0, 4, 4)), ((0, 3), Shard(0, 4, 4))], "cover 0 of 4"),
-        ([((0, 3), Shard(0, 4, 4)), ((2, 3), Shard(0, 4, 0))], "cover 2 of 4"),
+        ([((4, 3), None), ((2, 3), ParameterSlice(0, 4, 2))], "on rank 0 of the replica"),
+        ([((4, 3), ParameterSlice(0, 4, 0)), ((5, 3), None)], "on rank 0 of the replica"),
+        ([((0, 3), ParameterSlice(0, 4, 4)), ((0, 3), ParameterSlice(0, 4, 4))], "cover 0 of 4"),
+        ([((0, 3), ParameterSlice(0, 4, 4)), ((2, 3), ParameterSlice(0, 4, 0))], "cover 2 of 4"),
     ],
 )
 def test_parts_that_do_not_fit_together_are_refused(described, said):

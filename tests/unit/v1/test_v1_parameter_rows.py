@@ -5,8 +5,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from smpc.nn.parallel import Shard
-from smpc.v1.optimization.sharded_optimizer_state import Parts, Range
+from smpc.nn.parallel import ParameterSlice
+from smpc.v1.optimization.sharded_optimizer_state import OwnParts, Range
 
 
 @st.composite
@@ -17,7 +17,7 @@ def slices(draw):
     size = sum(length for _, length in runs)
     start = draw(st.integers(0, size - 1))
     length = draw(st.integers(1, size - start))
-    shard = Shard(1, 40, runs[0][0], tuple(runs) if len(runs) > 1 else ())
+    shard = ParameterSlice(1, 40, runs[0][0], tuple(runs) if len(runs) > 1 else ())
     return shard, size, Range(1, start, length)
 
 
@@ -38,7 +38,7 @@ def test_a_part_shares_memory_and_follows_its_parameter():
     weight, bias = nn.Parameter(torch.arange(12.0).view(4, 3)), nn.Parameter(torch.ones(3))
     optimizer = torch.optim.Adagrad([weight, bias], lr=0.5, initial_accumulator_value=2.0)
     optimizer.state[weight]["sum"] += torch.arange(12.0).view(4, 3)
-    parts = Parts()
+    parts = OwnParts()
     for _ in range(2):  # the second time there is nothing to do
         parts.adopt(optimizer, lambda parameter: Range(0, 1, 2) if parameter is weight else None)
     part, other = optimizer.param_groups[0]["params"]

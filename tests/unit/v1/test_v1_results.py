@@ -14,7 +14,7 @@ import torch
 from transformers.modeling_outputs import CausalLMOutput
 
 from smpc.errors import StepError
-from smpc.v1.steps.results import Results, StepOutput, pack, take, unpack
+from smpc.v1.steps.results import StepOutput, StepResults, pack, take, unpack
 from smpc.v1.steps.results import read_results as read_returned
 
 
@@ -24,7 +24,7 @@ class Result:
     note: Any = None
 
 
-def read_results(values, step_name, *, detach=True) -> Results:
+def read_results(values, step_name, *, detach=True) -> StepResults:
     return read_returned([take(value, detach) for value in values], step_name)
 
 

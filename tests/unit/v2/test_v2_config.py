@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 import smpc.v2 as tsm
 from smpc.errors import ConfigError, ConfigTypeError
-from smpc.v2.session.config import Config
+from smpc.v2.session.config import SessionConfig
 
 DEGREES = ("hybrid_shard_degree", "tensor_parallel_degree", "context_parallel_degree", "expert_parallel_degree")
 
@@ -59,13 +59,13 @@ def test_exactly_the_degrees_that_can_be_arranged_are_accepted(world, monkeypatc
             assert said is not None, given
             assert all(map(line.fullmatch, said.splitlines())), (given, said)
             continue
-        config = Config.parse(given, world)
+        config = SessionConfig.parse(given, world)
         assert world % (config.shard_degree(world) * degrees[1]) == 0
         assert config.is_native == (degrees[0] < 2 and degrees[1:] == (1, 1, 1))
 
 
 def test_defaults_are_those_of_the_reference():
-    assert Config.parse(None, 1) == Config(
+    assert SessionConfig.parse(None, 1) == SessionConfig(
         hybrid_shard_degree=0,
         sm_activation_offloading=True,
         activation_loading_horizon=2,
@@ -81,7 +81,7 @@ def test_defaults_are_those_of_the_reference():
 def test_all_violations_come_in_one_error():
     wrong = {"tensor_parallel_degre": 2, "activation_loading_horizon": 0, "random_seed": "1", "hybrid_shard_degree": 5}
     with pytest.raises(ConfigTypeError) as caught:
-        Config.parse(wrong, 8)
+        SessionConfig.parse(wrong, 8)
     lines = str(caught.value).splitlines()
     assert lines == [
         "random_seed: expected int, found str '1' (config)",
@@ -94,7 +94,7 @@ def test_all_violations_come_in_one_error():
 
 def test_degrees_that_do_not_fit_say_what_would():
     with pytest.raises(ConfigError) as caught:
-        Config.parse({"tensor_parallel_degree": 2, "context_parallel_degree": 8}, 8)
+        SessionConfig.parse({"tensor_parallel_degree": 2, "context_parallel_degree": 8}, 8)
     assert str(caught.value) == (
         "context_parallel_degree: expected at most 4 (hybrid_shard_degree 0, which is 4 here), found 8; use one of 1, 2, 4, or another "
         "hybrid_shard_degree"
@@ -117,13 +117,13 @@ def test_each_source(form, tmp_path):
         "nested": (nested, None),
         "environment": (None, {"SM_HP_MP_PARAMETERS": json.dumps(given)}),
     }[form]
-    config = Config.parse(source, 4, environ)
+    config = SessionConfig.parse(source, 4, environ)
     assert (config.hybrid_shard_degree, config.sm_activation_offloading) == (2, False)
 
 
 def test_the_environment_overrides_key_by_key():
     environ = {"SM_HP_MP_PARAMETERS": '{"hybrid_shard_degree": 4}'}
-    config = Config.parse({"hybrid_shard_degree": 2, "random_seed": 7}, 4, environ)
+    config = SessionConfig.parse({"hybrid_shard_degree": 2, "random_seed": 7}, 4, environ)
     assert (config.hybrid_shard_degree, config.random_seed) == (4, 7)
 
 
@@ -138,10 +138,10 @@ def test_the_environment_overrides_key_by_key():
 )
 def test_what_is_no_source_says_so(source, said):
     with pytest.raises(ConfigError, match=said):
-        Config.parse(source, 1)
+        SessionConfig.parse(source, 1)
 
 
 def test_settings_without_effect_are_told():
-    assert list(Config().ignored()) == []
-    (line,) = Config.parse({"allow_empty_shards": True}, 1).ignored()
+    assert list(SessionConfig().ignored()) == []
+    (line,) = SessionConfig.parse({"allow_empty_shards": True}, 1).ignored()
     assert line.startswith("allow_empty_shards: True has no effect here")

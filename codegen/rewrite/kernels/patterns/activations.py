@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from smpc.codegen.rewrite.kernels.graph import Call, Graph, Refusal, Replacement, Rewrite
+from smpc.codegen.rewrite.kernels.graph import KernelCall, NodeUsers, Refusal, Replacement, Rewrite
 from smpc.tracer.constants import Ref
 from smpc.tracer.ir import NodeKind
 
@@ -25,7 +25,7 @@ _BIAS_GELU_TARGET = "smpc.kernels.activations.bias_gelu"
 _POINTWISE = ("add", "mul", "pow")
 
 
-def find_bias_gelu(graph: Graph) -> Iterator[Replacement | Refusal]:
+def find_bias_gelu(graph: NodeUsers) -> Iterator[Replacement | Refusal]:
     """Every gelu of a trace."""
     for name in graph.find("gelu"):
         x = graph.tensor(name, 0, "input")
@@ -41,7 +41,7 @@ def find_bias_gelu(graph: Graph) -> Iterator[Replacement | Refusal]:
 BIAS_GELU = Rewrite(_BIAS_GELU, find_bias_gelu)
 
 
-def _bias_gelu(graph: Graph, result: str, x: str, approximate: str) -> Replacement:
+def _bias_gelu(graph: NodeUsers, result: str, x: str, approximate: str) -> Replacement:
     bias = None
     summands = graph.tensors(x) if graph.op(x) == "add" else None
     if summands is not None:
@@ -53,11 +53,11 @@ def _bias_gelu(graph: Graph, result: str, x: str, approximate: str) -> Replaceme
                 break
     arguments = (Ref(x),) if bias is None else (Ref(x), Ref(bias))
     inputs = (x,) if bias is None else (x, bias)
-    call = Call(_BIAS_GELU_TARGET, arguments, (("approximate", approximate),))
+    call = KernelCall(_BIAS_GELU_TARGET, arguments, (("approximate", approximate),))
     return Replacement(_BIAS_GELU, graph.between(result, inputs), (call,))
 
 
-def _cubed_in_tanh(graph: Graph, tanh: str) -> str | None:
+def _cubed_in_tanh(graph: NodeUsers, tanh: str) -> str | None:
     """The x whose third power goes into a tanh by sums and products with numbers."""
     waiting = list(graph.node(tanh).inputs)
     while waiting:
@@ -70,7 +70,7 @@ def _cubed_in_tanh(graph: Graph, tanh: str) -> str | None:
     return None
 
 
-def _gelu_result(graph: Graph, tanh: str, x: str) -> str | None:
+def _gelu_result(graph: NodeUsers, tanh: str, x: str) -> str | None:
     """The product of 1 + tanh with x or half of it, and with one half if that comes last."""
     added = graph.sole_user(tanh)
     summands = graph.scalar_and_tensor(added) if added is not None and graph.op(added) == "add" else None
@@ -93,7 +93,7 @@ def _gelu_result(graph: Graph, tanh: str, x: str) -> str | None:
     return result if multiplied and halved else None
 
 
-def _is_half(graph: Graph, name: str, x: str) -> bool:
+def _is_half(graph: NodeUsers, name: str, x: str) -> bool:
     return graph.op(name) == "mul" and graph.scalar_and_tensor(name) == (0.5, x)
 
 
@@ -101,7 +101,7 @@ _SWIGLU = "swiglu"
 _SWIGLU_TARGET = "smpc.kernels.activations.swiglu"
 
 
-def find_swiglu(graph: Graph) -> Iterator[Replacement | Refusal]:
+def find_swiglu(graph: NodeUsers) -> Iterator[Replacement | Refusal]:
     """Every SwiGLU of a trace."""
     for name in graph.find("silu", "sigmoid"):
         gate = graph.tensor(name, 0, "input")
@@ -115,14 +115,14 @@ def find_swiglu(graph: Graph) -> Iterator[Replacement | Refusal]:
         if graph.spec(up).dtype != graph.spec(gate).dtype:
             yield Refusal(_SWIGLU, product, f"gate is {graph.spec(gate).dtype}, what it gates {graph.spec(up).dtype}")
             continue
-        call = Call(_SWIGLU_TARGET, (Ref(gate), Ref(up)))
+        call = KernelCall(_SWIGLU_TARGET, (Ref(gate), Ref(up)))
         yield Replacement(_SWIGLU, graph.between(product, (gate, up)), (call,))
 
 
 SWIGLU = Rewrite(_SWIGLU, find_swiglu)
 
 
-def _silu_of(graph: Graph, sigmoid: str, gate: str | None) -> str | None:
+def _silu_of(graph: NodeUsers, sigmoid: str, gate: str | None) -> str | None:
     """The node `gate * sigmoid(gate)`."""
     product = graph.sole_user(sigmoid)
     if product is None or gate is None or graph.op(product) != "mul" or graph.other(product, sigmoid) != gate:

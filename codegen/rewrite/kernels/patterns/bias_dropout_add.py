@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from smpc.codegen.rewrite.kernels.graph import Call, Graph, Refusal, Replacement, Rewrite
+from smpc.codegen.rewrite.kernels.graph import KernelCall, NodeUsers, Refusal, Replacement, Rewrite
 from smpc.tracer.constants import Ref
 from smpc.tracer.ir import NodeKind
 
@@ -16,7 +16,7 @@ _OP = "bias_dropout_add"
 _TARGET = "smpc.kernels.bias_dropout_add.bias_dropout_add"
 
 
-def find_bias_dropout_add(graph: Graph) -> Iterator[Replacement | Refusal]:
+def find_bias_dropout_add(graph: NodeUsers) -> Iterator[Replacement | Refusal]:
     """Every sum of a residual and a dropout."""
     for name in graph.find("dropout"):
         x, total = graph.tensor(name, 0, "input"), graph.sole_user(name)
@@ -36,13 +36,13 @@ def find_bias_dropout_add(graph: Graph) -> Iterator[Replacement | Refusal]:
         values, bias = _added_bias(graph, x)
         inputs = tuple(item for item in (values, bias, residual) if item is not None)
         arguments = (Ref(values), None if bias is None else Ref(bias), Ref(residual), graph.argument(name, 1, "p", 0.5))
-        yield Replacement(_OP, graph.between(total, inputs), (Call(_TARGET, arguments),))
+        yield Replacement(_OP, graph.between(total, inputs), (KernelCall(_TARGET, arguments),))
 
 
 REWRITE = Rewrite(_OP, find_bias_dropout_add)
 
 
-def _added_bias(graph: Graph, x: str) -> tuple[str, str | None]:
+def _added_bias(graph: NodeUsers, x: str) -> tuple[str, str | None]:
     """x as (values, bias), if it is the sum of these and has no other use."""
     summands = graph.tensors(x) if graph.op(x) == "add" and graph.sole_user(x) is not None else None
     if summands is None:

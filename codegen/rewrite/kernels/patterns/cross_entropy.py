@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from smpc.codegen.rewrite.kernels.graph import OUTPUT, Call, Graph, Refusal, Replacement, Rewrite
+from smpc.codegen.rewrite.kernels.graph import OUTPUT, KernelCall, NodeUsers, Refusal, Replacement, Rewrite
 from smpc.tracer.constants import Ref, map_references
 
 _CROSS_ENTROPY = "cross_entropy"
@@ -34,7 +34,7 @@ class Loss:
     options: tuple[tuple[str, Any], ...]
 
 
-def find_cross_entropy(graph: Graph) -> Iterator[Replacement | Refusal]:
+def find_cross_entropy(graph: NodeUsers) -> Iterator[Replacement | Refusal]:
     """Every cross-entropy of a trace."""
     for name in graph.find("cross_entropy"):
         loss = read_loss(graph, name, _CROSS_ENTROPY)
@@ -42,12 +42,12 @@ def find_cross_entropy(graph: Graph) -> Iterator[Replacement | Refusal]:
             yield loss
             continue
         calls, logits = _without_cast(graph, loss.logits)
-        call = Call(
+        call = KernelCall(
             _CROSS_ENTROPY_TARGET, (Ref(f"#{len(calls) - 1}" if calls else logits), Ref(loss.target)), loss.options
         )
         replaced = graph.between(name, (logits, loss.target))
         dtype = graph.spec(name).torch_dtype
-        rounded = (Call("torch.Tensor.to", (Ref(f"#{len(calls)}"), dtype)),) if dtype.itemsize < 4 else ()
+        rounded = (KernelCall("torch.Tensor.to", (Ref(f"#{len(calls)}"), dtype)),) if dtype.itemsize < 4 else ()
         classes = graph.shape(loss.logits)[-1]
         yield Replacement(_CROSS_ENTROPY, replaced, (*calls, call, *rounded), labels=((loss.target, classes),))
 
@@ -55,7 +55,7 @@ def find_cross_entropy(graph: Graph) -> Iterator[Replacement | Refusal]:
 CROSS_ENTROPY = Rewrite(_CROSS_ENTROPY, find_cross_entropy)
 
 
-def read_loss(graph: Graph, name: str, op: str) -> Loss | Refusal:
+def read_loss(graph: NodeUsers, name: str, op: str) -> Loss | Refusal:
     """The arguments of a call of cross_entropy, or why the op cannot take them."""
     logits, target = graph.tensor(name, 0, "input"), graph.tensor(name, 1, "target")
     if logits is None or target is None:
@@ -77,7 +77,7 @@ def read_loss(graph: Graph, name: str, op: str) -> Loss | Refusal:
     return Loss(logits, target, tuple((key, value) for key, value in given.items() if value != defaults[key]))
 
 
-def _without_cast(graph: Graph, logits: str) -> tuple[tuple[Call, ...], str]:
+def _without_cast(graph: NodeUsers, logits: str) -> tuple[tuple[KernelCall, ...], str]:
     """Calls that give the logits their shape without the cast to fp32 that only the loss reads, and what they start from."""
     chain = graph.chain(logits, lambda name: graph.op(name) in _LOGIT_RESHAPES and graph.sole_user(name) is not None)
     *reshapes, cast = chain
@@ -85,13 +85,13 @@ def _without_cast(graph: Graph, logits: str) -> tuple[tuple[Call, ...], str]:
     wider = source != cast and graph.spec(source).torch_dtype.itemsize < graph.spec(cast).torch_dtype.itemsize
     if not wider or graph.sole_user(cast) is None:
         return (), logits
-    calls: list[Call] = []
+    calls: list[KernelCall] = []
     current = source
     for name in reversed(reshapes):
         node = graph.node(name)
         read = {node.inputs[0]: f"#{len(calls) - 1}" if calls else current}
         calls.append(
-            Call(node.target, map_references(node.args, functools.partial(_read_loss_input, read)), node.kwargs)
+            KernelCall(node.target, map_references(node.args, functools.partial(_read_loss_input, read)), node.kwargs)
         )
     return tuple(calls), source
 
@@ -105,7 +105,7 @@ _LINEAR_CROSS_ENTROPY_TARGET = "smpc.kernels.linear_cross_entropy.linear_cross_e
 _LINEAR_RESHAPES = ("view", "reshape", "contiguous", "flatten", "cast")
 
 
-def find_linear_cross_entropy(graph: Graph) -> Iterator[Replacement | Refusal]:
+def find_linear_cross_entropy(graph: NodeUsers) -> Iterator[Replacement | Refusal]:
     """Every cross-entropy of the output of a linear layer."""
     for name in graph.find("cross_entropy"):
         loss = read_loss(graph, name, _LINEAR_CROSS_ENTROPY)
@@ -135,17 +135,17 @@ LINEAR_CROSS_ENTROPY = Rewrite(_LINEAR_CROSS_ENTROPY, find_linear_cross_entropy)
 
 
 def _linear_cross_entropy(
-    graph: Graph, name: str, linear: str, target: str, options: tuple[tuple[str, object], ...]
+    graph: NodeUsers, name: str, linear: str, target: str, options: tuple[tuple[str, object], ...]
 ) -> Replacement | Refusal:
     hidden, weight, bias = (graph.tensor(linear, i, word) for i, word in ((0, "input"), (1, "weight"), (2, "bias")))
     if hidden is None or weight is None:
         return Refusal(_LINEAR_CROSS_ENTROPY, name, "the linear layer has a weight that is not a tensor")
     inputs = tuple(item for item in (hidden, weight, target, bias) if item is not None)
-    flat = Call("torch.Tensor.reshape", (Ref(hidden), (-1, graph.shape(hidden)[-1])))
+    flat = KernelCall("torch.Tensor.reshape", (Ref(hidden), (-1, graph.shape(hidden)[-1])))
     arguments = (Ref("#0"), Ref(weight), Ref(target), None if bias is None else Ref(bias))
-    calls: tuple[Call, ...] = (flat, Call(_LINEAR_CROSS_ENTROPY_TARGET, arguments, options))
+    calls: tuple[KernelCall, ...] = (flat, KernelCall(_LINEAR_CROSS_ENTROPY_TARGET, arguments, options))
     dtype = graph.spec(name).torch_dtype
     if dtype.itemsize < 4:
-        calls = (*calls, Call("torch.Tensor.to", (Ref("#1"), dtype)))
+        calls = (*calls, KernelCall("torch.Tensor.to", (Ref("#1"), dtype)))
     classes = graph.shape(linear)[-1]
     return Replacement(_LINEAR_CROSS_ENTROPY, graph.between(name, inputs), calls, labels=((target, classes),))

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 
 import torch
 
-from smpc.codegen.rewrite.kernels.graph import Call, Graph, Refusal, Replacement, Rewrite
+from smpc.codegen.rewrite.kernels.graph import KernelCall, NodeUsers, Refusal, Replacement, Rewrite
 from smpc.tracer.constants import Ref
 from smpc.tracer.ir import NodeKind
 from smpc.tracer.replay import evaluate
@@ -31,7 +31,7 @@ _TARGET = "smpc.kernels.attention.op.flash_attention"
 _LARGEST_HEAD = 256
 
 
-def find_flash_attention(graph: Graph) -> Iterator[Replacement | Refusal]:
+def find_flash_attention(graph: NodeUsers) -> Iterator[Replacement | Refusal]:
     """Every attention of a trace."""
     read = functools.cache(functools.partial(read_mask, graph))  # layers share a mask
     for name in graph.find("scaled_dot_product_attention"):
@@ -58,7 +58,7 @@ def find_flash_attention(graph: Graph) -> Iterator[Replacement | Refusal]:
 REWRITE = Rewrite(_OP, find_flash_attention)
 
 
-def _why_not_flash(graph: Graph, name: str, q: str, k: str, v: str) -> str:
+def _why_not_flash(graph: NodeUsers, name: str, q: str, k: str, v: str) -> str:
     """Why flash attention cannot take the place of an attention; empty if it can."""
     shapes = [graph.shape(item) for item in (q, k, v)]
     dropout = graph.argument(name, 4, "dropout_p", 0.0)
@@ -76,7 +76,7 @@ def _why_not_flash(graph: Graph, name: str, q: str, k: str, v: str) -> str:
 
 
 def _flash_replacement(
-    graph: Graph, name: str, heads: tuple[str, str, str], mask: str | None, found: Mask
+    graph: NodeUsers, name: str, heads: tuple[str, str, str], mask: str | None, found: Mask
 ) -> Replacement:
     """Flash attention in the place of an attention."""
     q, k, v = heads
@@ -90,24 +90,26 @@ def _flash_replacement(
         and graph.shape(unrepeated[0]) == graph.shape(unrepeated[1])
     ):
         k, v = unrepeated[0], unrepeated[1]
-    calls: list[Call] = []
+    calls: list[KernelCall] = []
     for key in found.keys[1:]:
-        calls.append(Call("torch.Tensor.__and__", (Ref(f"#{len(calls) - 1}" if calls else found.keys[0]), Ref(key))))
+        calls.append(
+            KernelCall("torch.Tensor.__and__", (Ref(f"#{len(calls) - 1}" if calls else found.keys[0]), Ref(key)))
+        )
     if found.keys:
         visible = Ref(f"#{len(calls) - 1}" if calls else found.keys[0])
-        calls.append(Call("torch.where", (visible, 0.0, float("-inf"))))
+        calls.append(KernelCall("torch.where", (visible, 0.0, float("-inf"))))
     bias = Ref(f"#{len(calls) - 1}") if found.keys else None if found.bias is None else Ref(found.bias)
     scale = graph.argument(name, 6, "scale")
     options: list[tuple[str, object]] = [] if scale is None else [("scale", scale)]
     options += [] if found.offset is None else [("causal", True)]
     options += [("causal_offset", found.offset)] if found.offset else []
-    calls.append(Call(_TARGET, (Ref(q), Ref(k), Ref(v), *(() if bias is None else (bias,))), tuple(options)))
+    calls.append(KernelCall(_TARGET, (Ref(q), Ref(k), Ref(v), *(() if bias is None else (bias,))), tuple(options)))
     inputs = (q, k, v) if mask is None else (q, k, v, mask)
     given = () if mask is None or found.bias is not None else graph.between(mask, found.keys)
     return Replacement(_OP, graph.between(name, inputs), tuple(calls), given)
 
 
-def _unrepeated_key_heads(graph: Graph, name: str, num_heads: int) -> str | None:
+def _unrepeated_key_heads(graph: NodeUsers, name: str, num_heads: int) -> str | None:
     """The key heads that `x[:, :, None].expand(...).reshape(...)` repeats, if nothing else reads what is repeated."""
     for operation in (("reshape", "flatten"), ("expand",), ("getitem", "unsqueeze")):
         if graph.op(name) not in operation or graph.sole_user(name) is None:
@@ -130,7 +132,7 @@ class Mask:
     bias: str | None = None
 
 
-def read_mask(graph: Graph, mask: str, num_queries: int, num_keys: int) -> Mask | str:
+def read_mask(graph: NodeUsers, mask: str, num_queries: int, num_keys: int) -> Mask | str:
     """The mask in these terms, or why it has none."""
     spec = graph.spec(mask)
     if spec.requires_grad:
@@ -156,7 +158,7 @@ def read_mask(graph: Graph, mask: str, num_queries: int, num_keys: int) -> Mask 
     return Mask(offset, tuple(keys))
 
 
-def _parts_of_mask(graph: Graph, name: str) -> Iterator[str]:
+def _parts_of_mask(graph: NodeUsers, name: str) -> Iterator[str]:
     """The parts of a conjunction."""
     if graph.op(name) in _SAME_VALUES and len(graph.node(name).inputs) >= 1:
         yield from _parts_of_mask(graph, graph.node(name).inputs[0])
@@ -167,7 +169,7 @@ def _parts_of_mask(graph: Graph, name: str) -> Iterator[str]:
         yield name
 
 
-def _constant_of_mask(graph: Graph, name: str) -> torch.Tensor | None:
+def _constant_of_mask(graph: NodeUsers, name: str) -> torch.Tensor | None:
     """The value of a node that depends on nothing that a run could change, if it is not too large."""
     cone = graph.between(name, ())
     for part in cone:

@@ -31,7 +31,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 
-from smpc.codegen.rewrite.kernels.graph import Call, Find, Graph, Refusal, Replacement, Rewrite
+from smpc.codegen.rewrite.kernels.graph import Find, KernelCall, NodeUsers, Refusal, Replacement, Rewrite
 from smpc.tracer.constants import Ref
 from smpc.tracer.ir import NodeKind, Trace
 
@@ -40,7 +40,7 @@ _LAYER_NORM_TARGET = "smpc.kernels.layer_norm.layer_norm"
 _EPS = 1e-5  # torch's default
 
 
-def find_layer_norm(graph: Graph) -> Iterator[Replacement | Refusal]:
+def find_layer_norm(graph: NodeUsers) -> Iterator[Replacement | Refusal]:
     """Every LayerNorm of a trace."""
     for name in graph.find("layer_norm"):
         found = _layer_norm_by_name(graph, name)
@@ -55,7 +55,7 @@ def find_layer_norm(graph: Graph) -> Iterator[Replacement | Refusal]:
 LAYER_NORM = Rewrite(_LAYER_NORM, find_layer_norm)
 
 
-def _layer_norm_by_name(graph: Graph, name: str) -> Replacement | Refusal | None:
+def _layer_norm_by_name(graph: NodeUsers, name: str) -> Replacement | Refusal | None:
     """A call of torch.nn.functional.layer_norm; torch.layer_norm has the same arguments in front."""
     x, weight, bias = (graph.tensor(name, i, word) for i, word in ((0, "input"), (2, "weight"), (3, "bias")))
     if x is None:
@@ -67,15 +67,15 @@ def _layer_norm_by_name(graph: Graph, name: str) -> Replacement | Refusal | None
 
 
 def _layer_norm(
-    graph: Graph, result: str, x: str, shape: tuple[int, ...], weight: str | None, bias: str | None, eps: float
+    graph: NodeUsers, result: str, x: str, shape: tuple[int, ...], weight: str | None, bias: str | None, eps: float
 ) -> Replacement:
     optional = tuple(None if name is None else Ref(name) for name in (weight, bias))
-    call = Call(_LAYER_NORM_TARGET, (Ref(x), shape, *optional), (("eps", eps),))
+    call = KernelCall(_LAYER_NORM_TARGET, (Ref(x), shape, *optional), (("eps", eps),))
     inputs = tuple(name for name in (x, weight, bias) if name is not None)
     return Replacement(_LAYER_NORM, graph.between(result, inputs), (call,))
 
 
-def _written_layer_norm(graph: Graph, root: str) -> Replacement | None:
+def _written_layer_norm(graph: NodeUsers, root: str) -> Replacement | None:
     """Reads backwards from the root to the input, then forwards to the result."""
     inner = graph.tensor(root, 0, "input")
     summands = graph.scalar_and_tensor(inner) if inner is not None and graph.op(inner) == "add" else None
@@ -106,7 +106,7 @@ def _written_layer_norm(graph: Graph, root: str) -> Replacement | None:
     return _layer_norm(graph, result, x, columns, weight, bias, summands[0])
 
 
-def _centered_in_norm(graph: Graph, name: str) -> str | None:
+def _centered_in_norm(graph: NodeUsers, name: str) -> str | None:
     """x, if the node is x - mean(x)."""
     pair = graph.tensors(name) if graph.op(name) == "sub" else None
     if pair is None or graph.op(pair[1]) != "mean" or graph.tensor(pair[1], 0, "input") != pair[0]:
@@ -114,7 +114,7 @@ def _centered_in_norm(graph: Graph, name: str) -> str | None:
     return pair[0]
 
 
-def _norm_parameter(graph: Graph, name: str, columns: tuple[int, ...]) -> str | None:
+def _norm_parameter(graph: NodeUsers, name: str, columns: tuple[int, ...]) -> str | None:
     """The operand that is a parameter of one number for each column."""
     for operand in graph.tensors(name) or ():
         found = graph.uncast(operand)
@@ -128,7 +128,7 @@ _RMS_NORM_TARGET = "smpc.kernels.rms_norm.rms_norm"
 
 
 @dataclass(frozen=True, slots=True)
-class _Root:
+class _RootMeanSquare:
     """`name` = 1 / sqrt(mean(x ** 2) + eps), or with `divides` the root itself, to be divided by."""
 
     name: str
@@ -137,7 +137,7 @@ class _Root:
     divides: bool
 
 
-def find_rms_norm(graph: Graph) -> Iterator[Replacement | Refusal]:
+def find_rms_norm(graph: NodeUsers) -> Iterator[Replacement | Refusal]:
     """Every RMSNorm of a trace."""
     for name in graph.find("rsqrt", "sqrt", "pow"):
         root = _read_from_root(graph, name)
@@ -152,7 +152,7 @@ def find_rms_norm(graph: Graph) -> Iterator[Replacement | Refusal]:
 RMS_NORM = Rewrite(_RMS_NORM, find_rms_norm)
 
 
-def _read_from_root(graph: Graph, name: str) -> _Root | None:
+def _read_from_root(graph: NodeUsers, name: str) -> _RootMeanSquare | None:
     """Reads backwards from the root to the input."""
     inner = (
         graph.power(name, -0.5) or graph.power(name, 0.5) if graph.op(name) == "pow" else graph.tensor(name, 0, "input")
@@ -166,10 +166,10 @@ def _read_from_root(graph: Graph, name: str) -> _Root | None:
     eps, mean = summands
     squares = graph.tensor(mean, 0, "input")
     base = None if squares is None else graph.power(squares, 2)
-    return None if base is None else _Root(name, graph.uncast(base), eps, divides)
+    return None if base is None else _RootMeanSquare(name, graph.uncast(base), eps, divides)
 
 
-def _is_over_last(graph: Graph, mean: str) -> bool:
+def _is_over_last(graph: NodeUsers, mean: str) -> bool:
     dims = graph.argument(mean, 1, "dim")
     squares = graph.tensor(mean, 0, "input")
     last = len(graph.shape(squares)) - 1 if squares else 0
@@ -177,7 +177,7 @@ def _is_over_last(graph: Graph, mean: str) -> bool:
     return keeps is True and dims in (-1, last, (-1,), [-1], (last,), [last])
 
 
-def _written_rms_norm(graph: Graph, root: _Root) -> Replacement | None:
+def _written_rms_norm(graph: NodeUsers, root: _RootMeanSquare) -> Replacement | None:
     """Reads forwards from the root to the result."""
     scaled = _scaled_by_root(graph, root)
     if scaled is None:
@@ -192,13 +192,13 @@ def _written_rms_norm(graph: Graph, root: _Root) -> Replacement | None:
     result = graph.cast_back(result, graph.spec(root.x).dtype)
     inputs = (root.x,) if weight is None else (root.x, weight)
     options = (("eps", root.eps), *((("offset", offset),) if offset else ()))
-    call = Call(
+    call = KernelCall(
         _RMS_NORM_TARGET, (Ref(root.x), graph.shape(root.x)[-1:], None if weight is None else Ref(weight)), options
     )
     return Replacement(_RMS_NORM, graph.between(result, inputs), (call,))
 
 
-def _scaled_by_root(graph: Graph, root: _Root) -> str | None:
+def _scaled_by_root(graph: NodeUsers, root: _RootMeanSquare) -> str | None:
     """x times 1 / root, or x over the root."""
     for user in graph.users(root.name):
         operation, pair = graph.op(user), graph.tensors(user) if graph.op(user) in ("mul", "div") else None
@@ -214,7 +214,7 @@ def _scaled_by_root(graph: Graph, root: _Root) -> str | None:
     return None
 
 
-def _norm_weight(graph: Graph, factor: str, columns: tuple[int, ...]) -> tuple[str, float] | None:
+def _norm_weight(graph: NodeUsers, factor: str, columns: tuple[int, ...]) -> tuple[str, float] | None:
     """The parameter of a factor `weight` or `weight + offset`, with the offset."""
     name, offset = graph.uncast(factor), 0.0
     if graph.op(name) == "add":
@@ -227,17 +227,19 @@ def _norm_weight(graph: Graph, factor: str, columns: tuple[int, ...]) -> tuple[s
     return name, offset
 
 
-def _rms_norm_by_name(graph: Graph, name: str) -> Iterator[Replacement | Refusal]:
+def _rms_norm_by_name(graph: NodeUsers, name: str) -> Iterator[Replacement | Refusal]:
     x, weight = graph.tensor(name, 0, "input"), graph.tensor(name, 2, "weight")
     if x is None:
         return
     inputs = (x,) if weight is None else (x, weight)
     shape, eps = graph.argument(name, 1, "normalized_shape"), graph.argument(name, 3, "eps")
-    call = Call(_RMS_NORM_TARGET, (Ref(x), tuple(shape), None if weight is None else Ref(weight)), (("eps", eps),))
+    call = KernelCall(
+        _RMS_NORM_TARGET, (Ref(x), tuple(shape), None if weight is None else Ref(weight)), (("eps", eps),)
+    )
     yield Replacement(_RMS_NORM, graph.between(name, inputs), (call,))
 
 
-def find_add_norm(op: str, norms: Find, graph: Graph) -> Iterator[Replacement | Refusal]:
+def find_add_norm(op: str, norms: Find, graph: NodeUsers) -> Iterator[Replacement | Refusal]:
     """Every norm among `norms` of a sum of two tensors of its shape and type."""
     for norm in norms(graph):
         if isinstance(norm, Refusal):
@@ -262,10 +264,12 @@ ADD_NORM = (
 )
 
 
-def _add_norm(op: str, graph: Graph, norm: Replacement, call: Call, total: str, pair: tuple[str, str]) -> Replacement:
+def _add_norm(
+    op: str, graph: NodeUsers, norm: Replacement, call: KernelCall, total: str, pair: tuple[str, str]
+) -> Replacement:
     module, _, _ = call.target.rpartition(".")
-    fused = Call(f"{module}.{op}", (*map(Ref, pair), *call.args[2:]), call.kwargs)
-    normed, summed = (Call("_operator.getitem", (Ref("#0"), index)) for index in (0, 1))
+    fused = KernelCall(f"{module}.{op}", (*map(Ref, pair), *call.args[2:]), call.kwargs)
+    normed, summed = (KernelCall("_operator.getitem", (Ref("#0"), index)) for index in (0, 1))
     replaced = tuple(sorted((total, *norm.replaced), key=graph.trace.position))
     if all(user in replaced for user in graph.users(total)):
         return Replacement(op, replaced, (fused, normed))

@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from smpc.codegen.rewrite.kernels.graph import Call, Graph, Refusal, Replacement, Rewrite
+from smpc.codegen.rewrite.kernels.graph import KernelCall, NodeUsers, Refusal, Replacement, Rewrite
 from smpc.tracer.constants import Ref, references
 
 _OP = "rotary"
@@ -34,7 +34,7 @@ class _Turned:
     interleaved: bool
 
 
-def find_rotary(graph: Graph) -> Iterator[Replacement | Refusal]:
+def find_rotary(graph: NodeUsers) -> Iterator[Replacement | Refusal]:
     """Every rotation of a trace."""
     for name in graph.find("neg"):
         turned = _read_from_half(graph, name)
@@ -45,7 +45,7 @@ def find_rotary(graph: Graph) -> Iterator[Replacement | Refusal]:
 REWRITE = Rewrite(_OP, find_rotary)
 
 
-def _read_from_half(graph: Graph, neg: str) -> _Turned | None:
+def _read_from_half(graph: NodeUsers, neg: str) -> _Turned | None:
     """Reads forwards from the negated half."""
     joined = graph.sole_user(neg)
     interleaved = joined is not None and graph.op(joined) == "stack"
@@ -65,7 +65,7 @@ def _read_from_half(graph: Graph, neg: str) -> _Turned | None:
     return None if sin is None or cos is None else _Turned(total, x, cos, sin, interleaved)
 
 
-def _rotary_replacement(graph: Graph, turned: _Turned) -> Replacement | Refusal:
+def _rotary_replacement(graph: NodeUsers, turned: _Turned) -> Replacement | Refusal:
     """The rotary kernel in the place of operations that turn x, or why it cannot be."""
     result, x = _with_rest(graph, turned)
     shape = graph.shape(x)
@@ -78,7 +78,7 @@ def _rotary_replacement(graph: Graph, turned: _Turned) -> Replacement | Refusal:
     positions = next((dim for dim, head in ((2, 1), (1, 2)) if padded[dim] == shape[dim] and padded[head] == 1), None)
     if positions is None or padded[0] not in (1, shape[0]):
         return Refusal(_OP, result, f"its tables {list(table_shape)} have no row for each position of x {list(shape)}")
-    calls: list[Call] = []
+    calls: list[KernelCall] = []
     tables: list[Ref] = []
     given: dict[str, None] = {}
     for table in (turned.cos, turned.sin):
@@ -87,18 +87,18 @@ def _rotary_replacement(graph: Graph, turned: _Turned) -> Replacement | Refusal:
             return Refusal(_OP, result, "nothing shows that its tables hold every column twice")
         flat = _flat_rotary_table(graph, table, 1 if positions == 2 else 2)
         if flat is None:
-            calls.append(Call("torch.Tensor.squeeze", (Ref(table), 1 if positions == 2 else 2)))
+            calls.append(KernelCall("torch.Tensor.squeeze", (Ref(table), 1 if positions == 2 else 2)))
             flat = f"#{len(calls) - 1}"
         tables.append(Ref(flat))
         given |= dict.fromkeys(graph.between(table, (source,)))
     options: list[tuple[str, object]] = [("interleaved", True)] if turned.interleaved else []
     options += [("seq_dim", positions), ("doubled", True)]
-    calls.append(Call(_TARGET, (Ref(x), *tables), tuple(options)))
+    calls.append(KernelCall(_TARGET, (Ref(x), *tables), tuple(options)))
     kept = tuple(sorted(given, key=graph.trace.position))
     return Replacement(_OP, graph.between(result, (x, turned.cos, turned.sin)), tuple(calls), kept)
 
 
-def _with_rest(graph: Graph, turned: _Turned) -> tuple[str, str]:
+def _with_rest(graph: NodeUsers, turned: _Turned) -> tuple[str, str]:
     """The result and the input, with the features that are not turned if there are any."""
     joined = graph.sole_user(turned.total)
     if joined is None or graph.op(joined) != "cat" or graph.op(turned.x) != "getitem":
@@ -110,7 +110,7 @@ def _with_rest(graph: Graph, turned: _Turned) -> tuple[str, str]:
     return (joined, base) if whole else (turned.total, turned.x)
 
 
-def _flat_rotary_table(graph: Graph, table: str, head: int) -> str | None:
+def _flat_rotary_table(graph: NodeUsers, table: str, head: int) -> str | None:
     """The table without the dimension of heads: itself, or what got that dimension; None if it has to be taken out."""
     if len(graph.shape(table)) < 4:
         return table
@@ -119,7 +119,7 @@ def _flat_rotary_table(graph: Graph, table: str, head: int) -> str | None:
     return None
 
 
-def _doubled_table(graph: Graph, table: str) -> str | None:
+def _doubled_table(graph: NodeUsers, table: str) -> str | None:
     """The input of the operation that doubles the columns of a table."""
     name = table
     while True:

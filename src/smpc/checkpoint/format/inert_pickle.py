@@ -53,7 +53,7 @@ class PickledPairs(list[tuple[Any, Any]]):
 
 def parse(data: bytes, knows: Callable[[str], bool] = lambda name: True) -> Any:
     """The object of a pickle. Raises CheckpointError if it is damaged, made of other things than those above, or of names not known."""
-    reader = _Reader(data, knows)
+    reader = _PickleReader(data, knows)
     try:
         return reader.read()
     except (IndexError, ValueError, TypeError, KeyError, struct.error) as error:
@@ -96,7 +96,7 @@ def _inner_values(value: Any) -> list[Any]:
     return [value.args, value.state, value.items] if isinstance(value, PickledRecord) else []
 
 
-class _Reader:
+class _PickleReader:
     """One pickle; `position`: of the next byte."""
 
     def __init__(self, data: bytes, knows: Callable[[str], bool]) -> None:
@@ -223,7 +223,7 @@ class _Reader:
 
 _U1, _U2, _I4, _U4, _U8 = (struct.Struct(form) for form in ("<B", "<H", "<i", "<I", "<Q"))
 _F8 = struct.Struct(">d")
-_CODES: dict[int, Callable[[_Reader], Any]] = {
+_CODES: dict[int, Callable[[_PickleReader], Any]] = {
     ord(code): work
     for code, work in {
         "\x80": lambda r: r.take(1),  # PROTO
@@ -235,7 +235,7 @@ _CODES: dict[int, Callable[[_Reader], Any]] = {
         "J": lambda r: r.push(r.number(_I4)),
         "K": lambda r: r.push(r.number(_U1)),
         "M": lambda r: r.push(r.number(_U2)),
-        "\x8a": _Reader.long,
+        "\x8a": _PickleReader.long,
         "G": lambda r: r.push(_F8.unpack(r.take(8))[0]),
         "X": lambda r: r.text(_U4),
         "\x8c": lambda r: r.text(_U1),
@@ -256,11 +256,11 @@ _CODES: dict[int, Callable[[_Reader], Any]] = {
         "\x8f": lambda r: r.push(PickledRecord("builtins.set")),  # EMPTY_SET
         "\x90": lambda r: r.add(r.marked()),  # ADDITEMS
         "c": lambda r: r.named(f"{r.line()}.{r.line()}"),
-        "\x93": _Reader.name,
-        "R": _Reader.call,
-        "\x81": _Reader.call,  # NEWOBJ
-        "b": _Reader.build,
-        "Q": _Reader.refer,
+        "\x93": _PickleReader.name,
+        "R": _PickleReader.call,
+        "\x81": _PickleReader.call,  # NEWOBJ
+        "b": _PickleReader.build,
+        "Q": _PickleReader.refer,
         "\x94": lambda r: r.put(len(r._memo)),
         "q": lambda r: r.put(r.number(_U1)),
         "r": lambda r: r.put(r.number(_U4)),

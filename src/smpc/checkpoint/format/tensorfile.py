@@ -40,7 +40,7 @@ _NO_FOLLOW = getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_CLOEXEC", 0)
 
 
 @dataclass(frozen=True, slots=True)
-class Written:
+class WrittenFile:
     """The content of a file: pieces in the order of the given shards."""
 
     file: File
@@ -65,7 +65,7 @@ def write_tensors(
     metadata: dict[str, str] | None = None,
     advance: Advance | None = None,
     seal: bool = False,
-) -> Written:
+) -> WrittenFile:
     """Write a new file of tensors by key, and bring it to the disk. Raises CheckpointError, naming the file.
 
     `seal`: with the checksums in its header (`smpc.checkpoint.format.header_checksums`), for a file that has no manifest.
@@ -97,7 +97,7 @@ def write_tensors(
     except OSError as error:
         raise CheckpointError(f"cannot write {path}: {error.strerror}") from error
     size = len(header) + sum(shard.num_bytes for _, shard in shards)
-    return Written(File(size, len(header), zlib.crc32(header)), tuple(pieces[i] for i in range(len(shards))))
+    return WrittenFile(File(size, len(header), zlib.crc32(header)), tuple(pieces[i] for i in range(len(shards))))
 
 
 def is_tensorfile(path: str) -> bool:

@@ -20,7 +20,7 @@ from smpc.errors import CheckpointError
 
 
 @dataclass(frozen=True, slots=True)
-class Verified:
+class FileCheck:
     """The result of checking a file: a line for each damage, and whether it had checksums."""
 
     damaged: tuple[str, ...]
@@ -47,7 +47,7 @@ def wrong_set(path: str) -> list[str]:
     return []
 
 
-def verify_file(path: str, advance: Advance | None = None) -> Verified:
+def verify_file(path: str, advance: Advance | None = None) -> FileCheck:
     """Check a file: its structure, and every byte if it has checksums. Raises CheckpointError if the structure is damaged."""
     file = TensorFile(path)
     try:
@@ -57,6 +57,6 @@ def verify_file(path: str, advance: Advance | None = None) -> Verified:
             damaged += [line] if line is not None else []
             if advance is not None:
                 advance(block.size)
-        return Verified(tuple(damaged), file.has_checksums, len(file.header.tensors), os.path.getsize(path))
+        return FileCheck(tuple(damaged), file.has_checksums, len(file.header.tensors), os.path.getsize(path))
     finally:
         file.close()

@@ -30,7 +30,7 @@ from smpc.errors import CheckpointError, MissingKeyError
 _Failure = tuple[str, bool]  # text, whether it is a missing key
 
 
-class Ranks:
+class CoordinatedRanks:
     """The ranks of a process group, of which one coordinates. Objects travel pickled, among the processes of one job."""
 
     def __init__(self, group: dist.ProcessGroup | None, coordinator: int = 0) -> None:

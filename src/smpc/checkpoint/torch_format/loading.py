@@ -24,7 +24,7 @@ from torch.distributed.checkpoint.storage import StorageReader
 
 from smpc.checkpoint.folder.files import load_tensors
 from smpc.checkpoint.format.regular_file import printable
-from smpc.checkpoint.torch_format.agreement import Ranks
+from smpc.checkpoint.torch_format.agreement import CoordinatedRanks
 from smpc.errors import CheckpointError, MissingKeyError
 
 
@@ -73,7 +73,7 @@ class LoadPlanner(DefaultLoadPlanner):
 def load_state(
     state_dict: dict[str, Any],
     reader: StorageReader,
-    ranks: Ranks,
+    ranks: CoordinatedRanks,
     planner: AnyLoadPlanner | None = None,
     *,
     same_keys: bool = True,

@@ -54,13 +54,13 @@ from torch.distributed.tensor import DTensor
 from torch.futures import Future
 
 from smpc.checkpoint.format.draft_content import Shard
-from smpc.checkpoint.torch_format.agreement import Ranks, is_url, names_in, place_of, replace_file_at_place
+from smpc.checkpoint.torch_format.agreement import CoordinatedRanks, is_url, names_in, place_of, replace_file_at_place
 
 _KIND = "saved"
 
 
 @dataclass(frozen=True, slots=True)
-class _Part:
+class _SaveAnswer:
     """The answer to a rank. `metadata`: of the checkpoint that it publishes, if it does. `is_alone`: no other is saved in this call."""
 
     plan: SavePlan
@@ -72,7 +72,7 @@ class _Part:
 def save_state(
     state_dict: dict[str, Any],
     writer: StorageWriter,
-    ranks: Ranks,
+    ranks: CoordinatedRanks,
     planner: SavePlanner | None = None,
     *,
     wait: bool = True,
@@ -87,21 +87,21 @@ def save_state(
 
 
 class StateSaving:
-    """One save on its way, in the steps of `smpc.checkpoint.async_save.Pending`."""
+    """One save on its way, in the steps of `smpc.checkpoint.async_save.PendingSave`."""
 
     def __init__(
         self,
         state_dict: dict[str, Any],
         writer: StorageWriter,
-        ranks: Ranks,
+        ranks: CoordinatedRanks,
         planner: SavePlanner | None = None,
         *,
         wait: bool = True,
     ) -> None:
         self._state_dict, self._writer, self._ranks, self._wait = state_dict, writer, ranks, wait
         self._planner = planner or DefaultSavePlanner()
-        self._part: _Part | None = None
-        self._parts: list[_Part] = []  # of all ranks, where this one coordinates
+        self._part: _SaveAnswer | None = None
+        self._parts: list[_SaveAnswer] = []  # of all ranks, where this one coordinates
         self._values: dict[MetadataIndex, io.BytesIO] = {}
         self._failure: Exception | None = None
         self.share: list[Shard] = []  # the tensors that this rank writes
@@ -137,9 +137,9 @@ class StateSaving:
         self._writer.set_up_storage_writer(is_coordinator)
         return _place_of_writer(self._writer), self._writer.prepare_local_plan(self._planner.create_local_plan())
 
-    def _divide(self, plans: Sequence[tuple[str, SavePlan]]) -> list[_Part]:
+    def _divide(self, plans: Sequence[tuple[str, SavePlan]]) -> list[_SaveAnswer]:
         """Every rank's part; ranks with one place make one checkpoint, which the first of them publishes, or the coordinator."""
-        parts: dict[int, _Part] = {}
+        parts: dict[int, _SaveAnswer] = {}
         places: dict[str, list[int]] = {}
         for rank, (place, _) in enumerate(plans):
             places.setdefault(place, []).append(rank)
@@ -148,7 +148,7 @@ class StateSaving:
             publisher = self._ranks.coordinator if self._ranks.coordinator in members else members[0]
             for rank, plan in zip(members, self._writer.prepare_global_plan(planned), strict=True):
                 published = metadata if rank == publisher else None
-                parts[rank] = _Part(plan, published, tuple(members), is_alone=len(places) == 1)
+                parts[rank] = _SaveAnswer(plan, published, tuple(members), is_alone=len(places) == 1)
         self._parts = [parts[rank] for rank in range(len(plans))]
         return self._parts
 

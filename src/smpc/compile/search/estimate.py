@@ -26,7 +26,7 @@ import numpy as np
 from smpc.compile.search.profile import Held, Profile, in_flight, placement, splits
 from smpc.compile.search.space import Candidate, Shape
 from smpc.compile.step import BUCKET_BYTES, Sharding
-from smpc.partitioner.costs.collectives import Kind, collective_time, least_time
+from smpc.partitioner.costs.collectives import CollectiveKind, collective_time, least_time
 from smpc.partitioner.costs.cost import CostModel, NodeTimes, is_attention, node_times, weight_times
 from smpc.partitioner.costs.device import Device, Group, Wire
 from smpc.partitioner.graph.recompute import requested_regions
@@ -295,7 +295,7 @@ def least_step(sample: EstimatedSample, candidate: Candidate, place: EstimatedPl
         t = max(0.0, (m * whole - (p - 1) * path) / ((m - 1) * (p - 1) + m))
         pipeline = max(pipeline, path + (m - 1) * t)
         num_bytes = sample.state.gradients / p
-        kind = Kind.REDUCE_SCATTER if candidate.sharding is Sharding.FULL else Kind.ALL_REDUCE
+        kind = CollectiveKind.REDUCE_SCATTER if candidate.sharding is Sharding.FULL else CollectiveKind.ALL_REDUCE
         reduced = (m * whole - sample.backward - again) / p + least_time(kind, num_bytes, place.replicas, place.device)
     waiting = pipeline * place.slowdown
     traffic = sample.state.traffic(candidate.sharding, place.replicas.size) / p
@@ -364,14 +364,14 @@ def _estimated_exchange(sample: EstimatedSample, candidate: Candidate, place: Es
     p, group, device, state = candidate.pipeline_parallel_degree, place.replicas, place.device, sample.state
     if group.size == 1:
         return 0.0
-    kind = Kind.REDUCE_SCATTER if candidate.sharding is Sharding.FULL else Kind.ALL_REDUCE
+    kind = CollectiveKind.REDUCE_SCATTER if candidate.sharding is Sharding.FULL else CollectiveKind.ALL_REDUCE
     whole, bucket = (
         collective_time(kind, size, group, device)
         for size in (state.gradients / p, min(state.gradients / p, BUCKET_BYTES))
     )
     found = max(bucket, whole - sample.backward / p)
     if candidate.sharding is not Sharding.NONE:
-        gather = collective_time(Kind.ALL_GATHER, state.parameters / p, group, device)
+        gather = collective_time(CollectiveKind.ALL_GATHER, state.parameters / p, group, device)
         found += gather if candidate.sharding is Sharding.STATE else max(0.0, gather - sample.forward / p)
     return found
 

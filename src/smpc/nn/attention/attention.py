@@ -26,7 +26,7 @@ from smpc.nn.attention.scores import (
     with_causality,
     with_position_bias,
 )
-from smpc.nn.attention.variant import Call, TupleCache, Variant
+from smpc.nn.attention.variant import AttentionCall, TupleCache, Variant
 from smpc.nn.layers.linear import ColumnLinear, RowLinear, column_products
 from smpc.nn.layers.norms import make_norm
 from smpc.nn.parallel import DistributedModule, TensorParallel, current_parallel
@@ -115,7 +115,7 @@ class DistributedAttentionLayer(DistributedModule):
         output = self.attend(hidden, self._call(hidden, cross, mask))
         return output if self.is_inside else self.parallel.leave(output)
 
-    def attend(self, hidden: Tensor, call: Call) -> Tensor:
+    def attend(self, hidden: Tensor, call: AttentionCall) -> Tensor:
         """Hidden states inside, to what this layer makes of them; the call's tensors are inside too."""
         output = hidden + self.mix(self.normed(hidden), call)
         return output if self.layernorm is None else self.layernorm(output)
@@ -124,7 +124,7 @@ class DistributedAttentionLayer(DistributedModule):
         """Hidden states as this layer takes them."""
         return hidden if self.pre_layernorm is None else self.pre_layernorm(hidden)
 
-    def mix(self, normed: Tensor, call: Call) -> Tensor:
+    def mix(self, normed: Tensor, call: AttentionCall) -> Tensor:
         """The attention output, from the normalized hidden states; the caller adds it to the residual."""
         query, key, value = self._project(normed, call.cross)
         if call.rotary is not None:
@@ -150,7 +150,7 @@ class DistributedAttentionLayer(DistributedModule):
             (query,), (key, value) = column_products(normed, self.query), column_products(source, self.key, self.value)
         return heads(query), heads(key), heads(value)
 
-    def _context(self, query: Tensor, key: Tensor, value: Tensor, call: Call) -> Tensor:
+    def _context(self, query: Tensor, key: Tensor, value: Tensor, call: AttentionCall) -> Tensor:
         """Attention of this rank's heads, to [N, S, channels / tp]."""
         mask, is_causal = call.mask, self._is_causal and query.shape[-2] > 1
         is_longer = key.shape[-2] > query.shape[-2] and not isinstance(call.cache, TupleCache)
@@ -177,7 +177,7 @@ class DistributedAttentionLayer(DistributedModule):
     def _is_causal(self) -> bool:
         return (self.causal_mask_size is not None or self.variant.is_causal) and not self.cross_attention
 
-    def _cached(self, call: Call, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+    def _cached(self, call: AttentionCall, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         """Keys and values of earlier calls followed by these; for cross-attention, the first call's."""
         cache, index, states = call.cache, self.variant.layer_index, (key, value)
         if isinstance(cache, TupleCache):
@@ -195,7 +195,7 @@ class DistributedAttentionLayer(DistributedModule):
         cache.is_updated[index] = True
         return found
 
-    def _call(self, hidden: Tensor, cross: Tensor | None, mask: Tensor | None) -> Call:
+    def _call(self, hidden: Tensor, cross: Tensor | None, mask: Tensor | None) -> AttentionCall:
         """The reference's inputs in general terms."""
         keys = (hidden if cross is None else cross).shape[1]
         if self._is_causal and self.causal_mask_size is not None and keys > self.causal_mask_size:
@@ -206,7 +206,7 @@ class DistributedAttentionLayer(DistributedModule):
             raise ValueError(
                 f"{type(self).__name__}: expected a mask [N, 1, 1, {keys}], found shape {tuple(mask.shape)}"
             )
-        return Call(sdpa_mask(mask, hidden.dtype), cross)
+        return AttentionCall(sdpa_mask(mask, hidden.dtype), cross)
 
     def _arguments(self, inputs: tuple[Tensor | None, ...]) -> tuple[Tensor, Tensor | None, Tensor | None]:
         names = (

@@ -69,7 +69,7 @@ class Variant:
 
 
 @dataclass(frozen=True, slots=True)
-class Call:
+class AttentionCall:
     """The inputs of one call: tensors in the outer layout, with the batch as first dimension, or 1 for all samples.
 
     Masks are true where a key is attended to, or are added to the scores. `rotary`: cosines and sines [N, S, r]; or `positions`: integers

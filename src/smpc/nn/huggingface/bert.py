@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from smpc.nn.attention.variant import Call, Variant
+from smpc.nn.attention.variant import AttentionCall, Variant
 from smpc.nn.huggingface.family import (
     Family,
     Given,
@@ -51,9 +51,9 @@ def arguments(layer: Any, config: Any) -> dict[str, Any]:
     }
 
 
-def call(given: Given) -> Call:
+def call(given: Given) -> AttentionCall:
     """A call of such a layer."""
-    return Call(
+    return AttentionCall(
         attended(given.get("attention_mask")),
         given.get("encoder_hidden_states"),
         attended(given.get("encoder_attention_mask")),

@@ -35,7 +35,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from smpc.errors import ConfigError, UsageError
-from smpc.nn.attention.variant import Call, TupleCache
+from smpc.nn.attention.variant import AttentionCall, TupleCache
 from smpc.nn.registration import Arguments, Fill, Registration
 from smpc.nn.state_format import StateFormat
 from smpc.nn.transformer.transformer import DistributedTransformerLayer
@@ -118,7 +118,7 @@ class Family:
     layer: str  # module and qualified name
     format: StateFormat
     arguments: Callable[[Any, Any], dict[str, Any]]
-    call: Callable[[Given], Call]
+    call: Callable[[Given], AttentionCall]
     result: Result
     has_cache: Callable[[Signature], bool] = lambda parameters: False
     fills: Callable[[Any, Any], Mapping[str, Fill]] = lambda layer, config: {}
@@ -243,7 +243,7 @@ def _config_of(layer: nn.Module, config: object) -> Any:
     return config
 
 
-def _with_cache(call: Call, given: Given, has_cache: bool) -> Call:
+def _with_cache(call: AttentionCall, given: Given, has_cache: bool) -> AttentionCall:
     """The call with a cache where the layer is to return one, though it is given none, and with one for tuples."""
     cache, returns = past(given), has_cache and bool(given.get("use_cache", True))
     if isinstance(cache, tuple | list) or (cache is None and returns):

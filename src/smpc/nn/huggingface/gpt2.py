@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from smpc.nn.attention.variant import Call, Variant
+from smpc.nn.attention.variant import AttentionCall, Variant
 from smpc.nn.huggingface.family import (
     Family,
     Given,
@@ -80,8 +80,8 @@ def _gpt2_scale(layer: Any, config: Any) -> float | None:
     return scale / (layer.attn.layer_idx + 1) if config.scale_attn_by_inverse_layer_idx else scale
 
 
-def _gpt2_call(given: Given) -> Call:
-    return Call(
+def _gpt2_call(given: Given) -> AttentionCall:
+    return AttentionCall(
         attended(given.get("attention_mask")),
         given.get("encoder_hidden_states"),
         attended(given.get("encoder_attention_mask")),

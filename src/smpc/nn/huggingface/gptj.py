@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from smpc.nn.attention.variant import Call, Variant
+from smpc.nn.attention.variant import AttentionCall, Variant
 from smpc.nn.huggingface.family import (
     Family,
     Given,
@@ -59,8 +59,10 @@ def _gptj_arguments(layer: Any, config: Any) -> dict[str, Any]:
     }
 
 
-def _gptj_call(given: Given) -> Call:
-    return Call(attended(given.get("attention_mask")), positions=required_layer_argument(given, "position_ids"))
+def _gptj_call(given: Given) -> AttentionCall:
+    return AttentionCall(
+        attended(given.get("attention_mask")), positions=required_layer_argument(given, "position_ids")
+    )
 
 
 FAMILY = Family(

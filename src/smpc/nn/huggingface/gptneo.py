@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from smpc.nn.attention.variant import Call, Variant
+from smpc.nn.attention.variant import AttentionCall, Variant
 from smpc.nn.huggingface.family import Family, Given, activation, attended, until_objects, without_weights
 from smpc.nn.state_format import StateFormat, renamed
 
@@ -51,8 +51,8 @@ def _gptneo_arguments(layer: Any, config: Any) -> dict[str, Any]:
     }
 
 
-def _gptneo_call(given: Given) -> Call:
-    return Call(attended(given.get("attention_mask")))
+def _gptneo_call(given: Given) -> AttentionCall:
+    return AttentionCall(attended(given.get("attention_mask")))
 
 
 FAMILY = Family(

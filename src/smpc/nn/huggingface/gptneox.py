@@ -11,7 +11,7 @@ from typing import Any
 from torch import nn
 
 from smpc.errors import ConfigError
-from smpc.nn.attention.variant import Call, Variant
+from smpc.nn.attention.variant import AttentionCall, Variant
 from smpc.nn.huggingface.family import (
     Family,
     Given,
@@ -88,11 +88,11 @@ def _own_rotary(attention: nn.Module, config: Any) -> dict[str, Any]:
     return {"rotary_size": size, "rotary_base": float(config.rotary_emb_base)}
 
 
-def _gptneox_call(given: Given) -> Call:
+def _gptneox_call(given: Given) -> AttentionCall:
     mask = attended(given.get("attention_mask"))
     if "position_embeddings" in given:
-        return Call(mask, rotary=required_layer_argument(given, "position_embeddings"))
-    return Call(mask, positions=required_layer_argument(given, "position_ids"))
+        return AttentionCall(mask, rotary=required_layer_argument(given, "position_embeddings"))
+    return AttentionCall(mask, positions=required_layer_argument(given, "position_ids"))
 
 
 FAMILY = Family(

@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import Tensor
 
-from smpc.nn.attention.variant import Call, PositionBuckets, Variant
+from smpc.nn.attention.variant import AttentionCall, PositionBuckets, Variant
 from smpc.nn.huggingface.family import (
     Family,
     Given,
@@ -101,8 +101,8 @@ def _t5_arguments(layer: Any, config: Any) -> dict[str, Any]:
     }
 
 
-def _t5_call(given: Given) -> Call:
-    return Call(
+def _t5_call(given: Given) -> AttentionCall:
+    return AttentionCall(
         attended(given.get("attention_mask")),
         given.get("encoder_hidden_states"),
         attended(given.get("encoder_attention_mask")),

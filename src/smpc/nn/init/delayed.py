@@ -35,7 +35,7 @@ from smpc.nn.init.script_fills import fills_of, forget, hand_on, noting, replay
 from smpc.nn.init.sliced_init import NotByBlocks, SlicedDrawing, SlicedTarget, seed_of
 from smpc.nn.layers.embedding import DistributedEmbedding
 from smpc.nn.layers.linear import DistributedLinear
-from smpc.nn.parallel import DistributedModule, Shard, own_part_of, whole_shape
+from smpc.nn.parallel import DistributedModule, ParameterSlice, own_part_of, whole_shape
 
 _DRAWN = "_is_hf_initialized"  # of a tensor: Hugging Face's initializers leave it alone
 
@@ -80,7 +80,7 @@ def draw_delayed(
     device: torch.device,
     seed: int,
     wanted: Callable[[str], bool] = lambda name: True,
-    slices: Mapping[str, tuple[Shard, torch.Size]] = MappingProxyType({}),
+    slices: Mapping[str, tuple[ParameterSlice, torch.Size]] = MappingProxyType({}),
 ) -> None:
     """Draws the delayed parameters that are wanted, on `device`; the others become empty. Parameter objects stay what they are.
 

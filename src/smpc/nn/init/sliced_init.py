@@ -31,7 +31,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from smpc.nn.parallel import Shard, fill_slice, own_part_of
+from smpc.nn.parallel import ParameterSlice, fill_slice, own_part_of
 
 _ATEN = torch.ops.aten
 _RANDOM = (_ATEN.normal_, _ATEN.uniform_, _ATEN.log_normal_, _ATEN.exponential_, _ATEN.cauchy_)
@@ -49,7 +49,7 @@ class SlicedTarget:
 
     name: str
     parameter: nn.Parameter
-    shard: Shard | None
+    shard: ParameterSlice | None
     part: Tensor
 
     def rows(self, first: int, last: int) -> list[Tensor]:

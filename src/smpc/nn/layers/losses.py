@@ -18,7 +18,7 @@ from smpc.kernels.linear_cross_entropy import linear_cross_entropy
 from smpc.kernels.vocab_parallel_cross_entropy import vocab_parallel_cross_entropy
 
 
-class _Loss(nn.Module):
+class _LossSettings(nn.Module):
     """The settings that all three have: see `smpc.kernels.cross_entropy.cross_entropy`."""
 
     def __init__(self, ignore_index: int, reduction: str, label_smoothing: float, z_loss: float) -> None:
@@ -29,7 +29,7 @@ class _Loss(nn.Module):
         self.z_loss = z_loss
 
 
-class CrossEntropyLoss(_Loss):
+class CrossEntropyLoss(_LossSettings):
     """Cross-entropy of logits; arguments as `smpc.kernels.cross_entropy.cross_entropy`."""
 
     def __init__(
@@ -56,7 +56,7 @@ class CrossEntropyLoss(_Loss):
         )
 
 
-class VocabParallelCrossEntropyLoss(_Loss):
+class VocabParallelCrossEntropyLoss(_LossSettings):
     """Cross-entropy of this rank's columns; arguments as `smpc.kernels.vocab_parallel_cross_entropy`."""
 
     def __init__(
@@ -89,7 +89,7 @@ class VocabParallelCrossEntropyLoss(_Loss):
         )
 
 
-class LinearCrossEntropyLoss(_Loss):
+class LinearCrossEntropyLoss(_LossSettings):
     """Cross-entropy of a linear layer's output; arguments as `smpc.kernels.linear_cross_entropy.linear_cross_entropy`."""
 
     def __init__(

@@ -30,7 +30,7 @@ from torch import Tensor, nn
 
 from smpc.nn.attention.attention import DistributedAttentionLayer, check_layer_norms, tuple_of
 from smpc.nn.attention.scores import angles
-from smpc.nn.attention.variant import Call, Variant, returned
+from smpc.nn.attention.variant import AttentionCall, Variant, returned
 from smpc.nn.layers.norms import DistributedLayerNorm
 from smpc.nn.parallel import DistributedModule, TensorParallel, current_parallel
 from smpc.nn.transformer.output_layer import DistributedTransformerOutputLayer
@@ -142,7 +142,7 @@ class DistributedTransformerLayer(DistributedModule):
             parallel=self.parallel,
         )
 
-    def forward(self, inputs: States, call: Call | None = None) -> States:
+    def forward(self, inputs: States, call: AttentionCall | None = None) -> States:
         """The new hidden states, and the other inputs as they were.
 
         With a `call` (not in the reference) `inputs` are the hidden states alone, and what is returned are the new ones, the biases of
@@ -158,7 +158,7 @@ class DistributedTransformerLayer(DistributedModule):
         hidden = self.output(hidden)
         return (hidden if self.returns_inside else self.parallel.leave(hidden), *given[1:])
 
-    def _run(self, inputs: States, call: Call) -> States:
+    def _run(self, inputs: States, call: AttentionCall) -> States:
         (hidden,) = tuple_of(self, inputs, ("hidden_states",))
         assert hidden is not None, "tuple_of has looked"
         shared = SharedInputs.of(hidden)
@@ -172,7 +172,7 @@ class DistributedTransformerLayer(DistributedModule):
         if self.variant.residual == "sequential":
             hidden = self._clamped(self.attention.attend(hidden, own))
             if self.cross_attention is not None and call.cross is not None:
-                crossed = Call(call.cross_mask, call.cross, cache=call.cache)
+                crossed = AttentionCall(call.cross_mask, call.cross, cache=call.cache)
                 hidden = self._clamped(self.cross_attention.attend(hidden, crossed))
             hidden = self._clamped(self.output(hidden))
         else:
@@ -192,7 +192,7 @@ class DistributedTransformerLayer(DistributedModule):
         limit = torch.where(hidden.isinf().any(), largest - 1000, largest).to(hidden.dtype)
         return hidden.clamp(-limit, limit)
 
-    def _inside(self, call: Call, batch: int, shared: SharedInputs) -> Call:
+    def _inside(self, call: AttentionCall, batch: int, shared: SharedInputs) -> AttentionCall:
         """The call with tensors of the scaled batch. `batch`: how many samples the hidden state has that this layer is given."""
         if self.takes_inside and not self.parallel.prescaled_batch:
             batch //= self.parallel.group.size
@@ -213,7 +213,7 @@ class DistributedTransformerLayer(DistributedModule):
             positions=inside(call.positions),
         )
 
-    def _position_bias(self, queries: int, call: Call) -> Tensor | None:
+    def _position_bias(self, queries: int, call: AttentionCall) -> Tensor | None:
         """The biases of an earlier layer, or of this one if it computes them."""
         bias = call.position_bias
         if bias is not None and bias.shape[1] != self.num_local_heads:
@@ -262,7 +262,7 @@ class DistributedTransformer(DistributedModule):
         def norm() -> DistributedLayerNorm | None:
             return DistributedLayerNorm(hidden_size, layernorm_epsilon, parallel=self.parallel) if has_both else None
 
-        self.entry = Entry(parallel=self.parallel)
+        self.entry = TransformerEntry(parallel=self.parallel)
         self.input_layernorm = norm()
         self.seq_layers = nn.ModuleList(
             DistributedTransformerLayer(
@@ -302,7 +302,7 @@ class DistributedTransformer(DistributedModule):
         return (hidden if self.is_inside else self.exit(hidden), *given[1:])
 
 
-class Entry(DistributedModule):
+class TransformerEntry(DistributedModule):
     """Brings the states that a transformer is given inside."""
 
     def forward(self, states: States) -> States:

@@ -1,6 +1,6 @@
 """Recorded steps beside predictions: as a table, as the parts of the bubble, as a trace."""
 
-from smpc.report.measured.comparison import Bubble, Comparison, Line, Messages, compare, explain, whole_steps
+from smpc.report.measured.comparison import Bubble, Comparison, Line, MeasuredMessages, compare, explain, whole_steps
 from smpc.report.measured.steps import Message, PipelineStep, messages_of, pipeline_steps
 from smpc.report.measured.trace import measured_json
 
@@ -8,8 +8,8 @@ __all__ = [
     "Bubble",
     "Comparison",
     "Line",
+    "MeasuredMessages",
     "Message",
-    "Messages",
     "PipelineStep",
     "compare",
     "explain",

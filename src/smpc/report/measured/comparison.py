@@ -194,7 +194,7 @@ class Line:
 
 
 @dataclass(frozen=True, slots=True)
-class Messages:
+class MeasuredMessages:
     """Messages of the measured steps, and how much of their time on the wire lay behind computation. Seconds of one step."""
 
     num_messages: int  # in one step
@@ -215,7 +215,7 @@ class Comparison:
     device: str  # what was predicted for
     num_steps: int
     lines: tuple[Line, ...]
-    messages: Messages | None
+    messages: MeasuredMessages | None
     bubble: Bubble | None  # where the measured one comes from
 
     def line(self, what: str) -> Line:
@@ -327,7 +327,7 @@ def _step_lines(plan: Plan, steps: Sequence[PipelineStep], whole: Sequence[StepR
     yield Line("whole step", "time", None, _median([(step.end - step.start) / 1e9 for step in steps or whole]))
 
 
-def _measured_messages(steps: Sequence[PipelineStep]) -> Messages | None:
+def _measured_messages(steps: Sequence[PipelineStep]) -> MeasuredMessages | None:
     """What was measured of the messages of steps; None if there were none."""
     found = [message for step in steps for message in messages_of(step)]
     if not found:
@@ -340,7 +340,7 @@ def _measured_messages(steps: Sequence[PipelineStep]) -> Messages | None:
     known = [m for m in found if (m.instruction.edge, m.instruction.op) in typical]
     wire = sum(max(typical[m.instruction.edge, m.instruction.op], m.waited) for m in known)
     waited = sum(message.waited for message in known)
-    return Messages(len(found) // len(steps), wire / 1e9 / len(steps), waited / 1e9 / len(steps))
+    return MeasuredMessages(len(found) // len(steps), wire / 1e9 / len(steps), waited / 1e9 / len(steps))
 
 
 def _median(values: Sequence[float]) -> float | None:

@@ -29,7 +29,7 @@ import torch
 from torch import Tensor, nn
 
 from smpc.codegen.rewrite.expert_parallel import parts_of_experts
-from smpc.codegen.rewrite.tensor_parallel.layouts import Kind, Layout
+from smpc.codegen.rewrite.tensor_parallel.layouts import Layout, LayoutKind
 from smpc.codegen.rewrite.tensor_parallel.rewrite import GROUP, ShardedTrace
 from smpc.codegen.rewrite.tensor_parallel.styles import read_styles
 from smpc.compile.experts import divided_parts, find_sharing_plan
@@ -41,7 +41,7 @@ from smpc.executor.collectives import TensorGroup
 from smpc.executor.replicas.data_parallel import broadcast
 from smpc.executor.sharded_state import check_no_hooks, slice_of
 from smpc.mesh import Axis
-from smpc.nn.parallel import Shard, distributed_modules
+from smpc.nn.parallel import ParameterSlice, distributed_modules
 from smpc.tracer.ir import Trace
 from smpc.v1.layout.placement import Placement, Slices
 from smpc.v1.session.object_messages import gather_objects
@@ -161,20 +161,20 @@ def make_compiled_tensors(
     return CompiledTensors(module, session, slices)
 
 
-def shard_of(layout: Layout, size: int, group: TensorGroup) -> Shard:
+def shard_of(layout: Layout, size: int, group: TensorGroup) -> ParameterSlice:
     """A layout along a dimension of this size, in the form that checkpoints and gathered state use."""
-    assert layout.kind is Kind.SHARDED, layout
+    assert layout.kind is LayoutKind.SHARDED, layout
     runs, begin = [], 0
     for block in layout.blocks or (size,):
         length = block // group.size
         runs.append((begin + group.rank * length, length))
         begin += block
-    return Shard(layout.dim, size, runs[0][0], tuple(runs) if len(runs) > 1 else ())
+    return ParameterSlice(layout.dim, size, runs[0][0], tuple(runs) if len(runs) > 1 else ())
 
 
-def _within(outer: Shard | None, inner: Shard) -> Shard:
+def _within(outer: ParameterSlice | None, inner: ParameterSlice) -> ParameterSlice:
     """A slice of a slice, which begin in the same dimension, as a slice of the whole. `outer`: one run of it; None: all of it."""
-    return inner if outer is None else Shard(outer.dim, outer.size, outer.start + inner.start)
+    return inner if outer is None else ParameterSlice(outer.dim, outer.size, outer.start + inner.start)
 
 
 def _check_none_distributed(module: nn.Module) -> None:

@@ -39,7 +39,7 @@ from smpc.experts.listed import ListedBlock, spread_out
 from smpc.experts.stacked import Options, become_part
 from smpc.experts.structure import Found, Listed, Stacked, find_experts, shared_and_trained
 from smpc.mesh import Axis
-from smpc.nn.parallel import Shard
+from smpc.nn.parallel import ParameterSlice
 from smpc.sharding.tensors import has_hooks
 from smpc.tracer.ir import Trace
 from smpc.v1.layout.placement import Placement, Slices
@@ -64,7 +64,7 @@ class DividedExperts:
         self._seed = torch.initial_seed()  # of delayed parameters
         confirmed = _confirmed_in_layout(module, self._group.size, session)
         names = {id(parameter): name for name, parameter in module.named_parameters()}
-        self._shapes: dict[str, tuple[Shard, torch.Size]] = {}
+        self._shapes: dict[str, tuple[ParameterSlice, torch.Size]] = {}
         self._parameters: dict[int, nn.Parameter] = {}
         stacked = [one for one in confirmed if isinstance(one, Confirmed)]
         listed = [one for one in confirmed if isinstance(one, Listed)]
@@ -177,7 +177,7 @@ class DividedExperts:
         """Replaces all rows by this rank's rows of replica 0's values; delayed parameters only get the new size."""
         session = self._session
         own = torch.Size((len(mine), *parameter.shape[1:]))
-        self._shapes[name] = Shard(0, parameter.shape[0], mine.start), own
+        self._shapes[name] = ParameterSlice(0, parameter.shape[0], mine.start), own
         self._parameters[id(parameter)] = parameter
         if parameter.is_meta:
             return

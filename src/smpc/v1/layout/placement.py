@@ -33,7 +33,7 @@ from torch import Tensor, nn
 from smpc import checkpoint
 from smpc.errors import CheckpointError, PartitionError
 from smpc.nn.init.delayed import draw_delayed
-from smpc.nn.parallel import Shard, distributed_modules
+from smpc.nn.parallel import ParameterSlice, distributed_modules
 from smpc.partitioner.graph.plan import Plan
 from smpc.tracer.state.fakes import FakeState, installed, on_meta
 from smpc.tracer.state.state_use import StateUse, moved_buffer
@@ -44,18 +44,18 @@ class Slices:
     """The slices of a module's parameters, where ranks hold different ones."""
 
     def __init__(self, module: nn.Module) -> None:
-        found: dict[int, Shard] = {}
+        found: dict[int, ParameterSlice] = {}
         for _, owner in distributed_modules(module):
             for name, parameter in owner.named_parameters(recurse=False):
                 if name in owner.shards and owner.parallel.group.size > 1:
                     found[id(parameter)] = owner.shards[name]
         self._shards = {name: found[id(p)] for name, p in module.named_parameters() if id(p) in found}
 
-    def add(self, name: str, shard: Shard) -> None:
+    def add(self, name: str, shard: ParameterSlice) -> None:
         """Registers that a parameter has become a slice."""
         self._shards[name] = shard
 
-    def get(self, name: str) -> Shard | None:
+    def get(self, name: str) -> ParameterSlice | None:
         """The slice of a parameter; None if a rank has all of it."""
         return self._shards.get(name)
 
@@ -76,7 +76,7 @@ class Slices:
         shard = self._shards.get(name)
         return runs[0] if shard is None or len(runs) == 1 else torch.cat(tuple(runs), shard.dim)
 
-    def of_state(self, name: str, key: str, value: Tensor, own: Sequence[int]) -> Shard | None:
+    def of_state(self, name: str, key: str, value: Tensor, own: Sequence[int]) -> ParameterSlice | None:
         """The slice of `value`, the state `key` of a parameter of shape `own`. Raises CheckpointError if it cannot be known."""
         shard = self._shards.get(name)
         if shard is None or tuple(value.shape) == tuple(own):
@@ -89,12 +89,12 @@ class Slices:
         )
 
 
-def whole_shape(shard: Shard, own: Sequence[int]) -> tuple[int, ...]:
+def whole_shape(shard: ParameterSlice, own: Sequence[int]) -> tuple[int, ...]:
     """The shape of the whole tensor of a slice of shape `own`."""
     return tuple(shard.size if dim == shard.dim else size for dim, size in enumerate(own))
 
 
-def place(kind: str, name: str, tensor: Tensor, shard: Shard | None) -> list[checkpoint.Shard]:
+def place(kind: str, name: str, tensor: Tensor, shard: ParameterSlice | None) -> list[checkpoint.Shard]:
     """A tensor of this rank, the slice `shard` of a whole tensor, in a checkpoint's form: a part for every run.
 
     For a DTensor: this rank's part of the slice, divided by runs. CheckpointError for a DTensor of other ranks.
@@ -146,7 +146,7 @@ class Placement:
         self._holders: dict[str, tuple[int, ...]] = {}
         self._asked: dict[str, None] = {}
         self._written: frozenset[str] = frozenset()  # buffers, by any program
-        self._slices: dict[str, tuple[Shard, torch.Size]] = {}
+        self._slices: dict[str, tuple[ParameterSlice, torch.Size]] = {}
         self._skeleton = {name: _meta(tensor) for name, tensor in self._state().items()}
 
     def add(self, plan: Plan, asked: Collection[str], use: StateUse) -> None:
@@ -195,7 +195,7 @@ class Placement:
     def seed(self, seed: int) -> None:
         self._seed = seed
 
-    def slice(self, name: str, shard: Shard, shape: torch.Size, *, is_cut: bool = False) -> None:
+    def slice(self, name: str, shard: ParameterSlice, shape: torch.Size, *, is_cut: bool = False) -> None:
         """The ranks that hold a parameter have slices of this shape from now on; a delayed one is drawn as a slice.
 
         `is_cut`: the model is recorded with the slice, and not with the whole.

@@ -33,7 +33,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from smpc.errors import ConfigError, UsageError
-from smpc.executor.failure.start import Phase
+from smpc.executor.failure.start import StartPhase
 from smpc.v1.declare.recompute import apply_marks
 from smpc.v1.layout.compiled_tensors import make_compiled_tensors
 from smpc.v1.layout.experts import divide_experts
@@ -216,7 +216,7 @@ class DistributedModel(ShownModel, TensorParallelModel, ObservedModel, NotWrappe
         check_arguments(module, trace_device, backward_passes_per_step, bucket_cap_mb, flags)
         super().__init__()
         session = state.session
-        enter(Phase.MODEL)
+        enter(StartPhase.MODEL)
         check_marks(module, session)
         options = {
             "bucket_cap_mb": bucket_cap_mb,
@@ -248,7 +248,7 @@ class DistributedModel(ShownModel, TensorParallelModel, ObservedModel, NotWrappe
         script.model, script.runner = self, self._runner
         state.module_manager.look_at(context.module)
         state.closers += [end_of_watch, self.close, *(begin() for begin in state.at_model)]
-        enter(Phase.READY)
+        enter(StartPhase.READY)
 
     def _begin(
         self, module: nn.Module, measures: Measures, divisor: int, script: Script

@@ -27,7 +27,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from smpc.checkpoint.stateful import Held, asked_by_torch
+from smpc.checkpoint.stateful import LocalStateDict, asked_by_torch
 from smpc.errors import ConfigUnsupportedError, StepError
 from smpc.mesh import Axis
 from smpc.partitioner.graph.plan import Plan
@@ -84,7 +84,7 @@ class StateExchange:
         self, given: Mapping[str, Any], *, strict: bool, same_partition: bool
     ) -> Callable[[], IncompatibleKeys] | IncompatibleKeys:
         """Load a whole state; for a partial one, returns a function that loads it once the model is cut."""
-        if isinstance(given, Held):
+        if isinstance(given, LocalStateDict):
             return self.local.load_held(given)
         if not given.get(PARTIAL, False) or self._control is None:
             return self.local.load(given, strict=strict)

@@ -38,7 +38,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 from torch.utils.hooks import RemovableHandle
 
-from smpc.checkpoint.stateful import Held, Purpose, asked_by_torch
+from smpc.checkpoint.stateful import LocalStateDict, Purpose, asked_by_torch
 from smpc.errors import ConfigError, ConfigTypeError, UsageError
 from smpc.optimizers.gradients import check_finite, clip_by, norm_of
 from smpc.sharding.tensors import as_state_of, refuse_parts
@@ -498,7 +498,7 @@ class DistributedOptimizer(ShardedNames):
             self._script.awaited.add("optimizer")
             return
         self._prepare()
-        if isinstance(state_dict, Held):
+        if isinstance(state_dict, LocalStateDict):
             self._state.load_held(state_dict)
         else:
             self._state.load(state_dict)

@@ -31,7 +31,7 @@ _MANY = 12  # lines
 
 
 @dataclass(frozen=True, slots=True)
-class Group:
+class ParameterGroup:
     """`options`: as text, by name. `parameters`: names in the module, or shapes of tensors outside it."""
 
     options: dict[str, str]
@@ -43,7 +43,7 @@ class OptimizerDescription:
     """`stage`: the pipeline rank whose parameters alone may be listed; -1 if all are."""
 
     name: str
-    groups: tuple[Group, ...]
+    groups: tuple[ParameterGroup, ...]
     stage: int
 
     @classmethod
@@ -52,7 +52,7 @@ class OptimizerDescription:
     ) -> OptimizerDescription:
         """`names`: of the module's parameters by id. `parameter_of`: the parameter of a master or a part."""
         groups = tuple(
-            Group(
+            ParameterGroup(
                 {key: _setting_as_text(value) for key, value in sorted(group.items()) if key != "params"},
                 tuple(
                     names.get(id(parameter_of(entry)), f"a tensor {tuple(entry.shape)} that is not in the model")
@@ -71,7 +71,7 @@ class OptimizerDescription:
     def read(cls, payload: bytes) -> OptimizerDescription:
         """The inverse of `to_json`."""
         fields = json.loads(payload)
-        groups = tuple(Group(dict(group["options"]), tuple(group["parameters"])) for group in fields["groups"])
+        groups = tuple(ParameterGroup(dict(group["options"]), tuple(group["parameters"])) for group in fields["groups"])
         return cls(str(fields["name"]), groups, int(fields["stage"]))
 
 

@@ -30,7 +30,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from smpc.checkpoint import Shard
-from smpc.checkpoint.stateful import Held, held
+from smpc.checkpoint.stateful import LocalStateDict, held
 from smpc.errors import CheckpointError, ConfigError
 from smpc.executor.replicas.data_parallel import broadcast
 from smpc.nn import parallel
@@ -68,7 +68,9 @@ def make_state(optimizer: Optimizer, wanted: Sequence[Tensor]) -> None:
 
 KIND, SEPARATOR = "optimizer", "::"  # of the tensors in a checkpoint
 MASTER, SCALER, SHARDED, RANGES = "master", "loss_scaler", "_smp_is_sharded", "_smp_ranges"
-Place = tuple[tuple[int, ...], parallel.Shard | None]  # the shape of a tensor, and which slice of a whole it is
+Place = tuple[
+    tuple[int, ...], parallel.ParameterSlice | None
+]  # the shape of a tensor, and which slice of a whole it is
 
 
 class OptimizerState:
@@ -215,7 +217,7 @@ class OptimizerState:
                     plain.setdefault(name, {})[key] = value
         return found, plain
 
-    def held(self, *, to_fill: bool) -> Held:
+    def held(self, *, to_fill: bool) -> LocalStateDict:
         """This rank's state for torch.distributed.checkpoint to save or fill, in views. For filling, missing state is created."""
         if to_fill and not self._optimizer.state:
             own = self._own_names(_named_model())
@@ -232,9 +234,9 @@ class OptimizerState:
                     part = held(place(KIND, f"{name}{SEPARATOR}{key}", value, slice_of((name, key), value)))
                 if part is not None:
                     states.setdefault(name, {})[key] = part
-        return Held({**found, "state": states})
+        return LocalStateDict({**found, "state": states})
 
-    def load_held(self, filled: Held) -> None:
+    def load_held(self, filled: LocalStateDict) -> None:
         """Apply the state that torch has filled: tensors are this optimizer's own, other values and options have to be copied."""
         found = self._named_state(local=True)["state"]
         for name, items in filled["state"].items():
@@ -365,11 +367,11 @@ class OptimizerState:
 
     def _slicer(
         self, model: DistributedModel, ranges: Mapping[str, Range]
-    ) -> Callable[[tuple[str, str], Tensor], parallel.Shard | None]:
+    ) -> Callable[[tuple[str, str], Tensor], parallel.ParameterSlice | None]:
         """The slice of a whole tensor that a tensor of the state is, by its shape: it may come from another job, with these `ranges`."""
         shapes = self._shapes()
 
-        def slice_of(key: tuple[str, str], value: Tensor) -> parallel.Shard | None:
+        def slice_of(key: tuple[str, str], value: Tensor) -> parallel.ParameterSlice | None:
             name, entry = key
             shape, rows = shapes.get(name, ()), ranges.get(name)
             if rows is not None and tuple(value.shape) == rows.shape(shape):

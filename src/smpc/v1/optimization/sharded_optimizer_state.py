@@ -79,7 +79,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from smpc.mesh import Axis
-from smpc.nn.parallel import Shard
+from smpc.nn.parallel import ParameterSlice
 from smpc.sharding.tensors import local
 from smpc.v1.session.process_state import Session, state
 
@@ -102,20 +102,20 @@ class Range:
         """The shape of the rows, if `whole` is the parameter's."""
         return tuple(self.length if dim == self.dim else size for dim, size in enumerate(whole))
 
-    def within(self, shard: Shard | None, size: int) -> Shard:
+    def within(self, shard: ParameterSlice | None, size: int) -> ParameterSlice:
         """The rows as a slice of the whole model's parameter, if this rank's parameter, with `size` rows, is the slice `shard`."""
         if shard is None:
-            return Shard(self.dim, size, self.start)
+            return ParameterSlice(self.dim, size, self.start)
         runs = []
         for own, start, length in shard.runs_of(size):
             low, high = max(own, self.start), min(own + length, self.start + self.length)
             if low < high:
                 runs.append((start + low - own, high - low))
-        return Shard(self.dim, shard.size, runs[0][0], tuple(runs) if len(runs) > 1 else ())
+        return ParameterSlice(self.dim, shard.size, runs[0][0], tuple(runs) if len(runs) > 1 else ())
 
 
 @dataclass(slots=True)
-class _Part:
+class _UpdatePart:
     parameter: Tensor
     part: nn.Parameter
     range: Range
@@ -132,11 +132,11 @@ class _Part:
             self.part.requires_grad_(self.parameter.requires_grad)
 
 
-class Parts:
+class OwnParts:
     """The parts that this rank updates."""
 
     def __init__(self) -> None:
-        self._parts: dict[int, _Part] = {}  # by id of the parameter
+        self._parts: dict[int, _UpdatePart] = {}  # by id of the parameter
         self._parameters: dict[int, Tensor] = {}  # by id of the part
 
     def adopt(self, optimizer: Optimizer, range_of: Callable[[Tensor], Range | None]) -> None:
@@ -150,7 +150,7 @@ class Parts:
             return parameter
         part = nn.Parameter(own.of(parameter.detach()), requires_grad=parameter.requires_grad)
         part.grad_dtype = parameter.grad_dtype  # gradients may be wider
-        self._parts[id(parameter)] = _Part(parameter, part, own, parameter._version)
+        self._parts[id(parameter)] = _UpdatePart(parameter, part, own, parameter._version)
         self._parameters[id(part)] = parameter
         if parameter in optimizer.state:
             optimizer.state[part] = {
@@ -206,7 +206,7 @@ class ShardedLot:
 
 
 @dataclass(frozen=True, slots=True)
-class Cut:
+class OwnedRows:
     """Rows of a lot that one owner gets; of a lot without rows, all of it."""
 
     owner: int
@@ -214,7 +214,7 @@ class Cut:
     stop: int = 0
 
 
-def deal(lots: Sequence[ShardedLot], loads: list[int]) -> list[tuple[Cut, ...]]:
+def deal(lots: Sequence[ShardedLot], loads: list[int]) -> list[tuple[OwnedRows, ...]]:
     """The owners of each lot, in order of rows. `loads` of the owners are brought up to date."""
     share = (sum(loads) + sum(lot.size for lot in lots)) // len(loads)
     large = [i for i, lot in enumerate(lots) if lot.may_be_cut and lot.size >= max(_SMALLEST, share // _SHARE)]
@@ -224,7 +224,7 @@ def deal(lots: Sequence[ShardedLot], loads: list[int]) -> list[tuple[Cut, ...]]:
     # The small ones among them may as well come last.
     first = [i for i in whole if lots[i].size >= share // _SHARE]
     last = sorted([*whole[len(first) :], *small], key=lambda i: -lots[i].size)
-    found: dict[int, tuple[Cut, ...]] = {}
+    found: dict[int, tuple[OwnedRows, ...]] = {}
     for i in first:
         found[i] = (_least(lots[i], loads),)
     found |= _fill_owners(lots, large, loads)
@@ -233,15 +233,17 @@ def deal(lots: Sequence[ShardedLot], loads: list[int]) -> list[tuple[Cut, ...]]:
     return [found[i] for i in range(len(lots))]
 
 
-def _least(lot: ShardedLot, loads: list[int]) -> Cut:
+def _least(lot: ShardedLot, loads: list[int]) -> OwnedRows:
     owner = min(range(len(loads)), key=lambda owner: (loads[owner], owner))
     loads[owner] += lot.size
-    return Cut(owner, 0, lot.rows)
+    return OwnedRows(owner, 0, lot.rows)
 
 
-def _fill_owners(lots: Sequence[ShardedLot], large: Sequence[int], loads: list[int]) -> dict[int, tuple[Cut, ...]]:
+def _fill_owners(
+    lots: Sequence[ShardedLot], large: Sequence[int], loads: list[int]
+) -> dict[int, tuple[OwnedRows, ...]]:
     """Owners one after the other, each up to the level that those left can reach together."""
-    found: dict[int, list[Cut]] = {i: [] for i in large}
+    found: dict[int, list[OwnedRows]] = {i: [] for i in large}
     left = sum(lots[i].size for i in large)
     queue = [(i, 0) for i in large]  # lot, first row that is left
     for owner in range(len(loads)):
@@ -252,7 +254,7 @@ def _fill_owners(lots: Sequence[ShardedLot], large: Sequence[int], loads: list[i
             stop = lots[i].rows if is_last else _stop(lots[i], start, room)
             size = _bytes_of_sharded_lot(lots[i], start, stop)
             if stop > start:
-                found[i].append(Cut(owner, start, stop))
+                found[i].append(OwnedRows(owner, start, stop))
                 loads[owner] += size
                 left -= size
                 room -= size
@@ -292,7 +294,7 @@ _HOLDERS = (Axis.EXPERT_DATA, Axis.RDP, Axis.DP)  # of a parameter
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class AssignedParameter:
     """A parameter to be assigned.
 
     `size`: bytes of the owner's state, and `rows`: along `dim`; both are equal on all tensor-parallel ranks, even if their slices
@@ -316,7 +318,7 @@ class Entry:
                 return ShardedLot(self.size, self.rows, granule)
         return ShardedLot(self.size, self.rows)
 
-    def range_of(self, cut: Cut) -> Range:
+    def range_of(self, cut: OwnedRows) -> Range:
         """The rows of this rank's tensor for a cut."""
         own = self.parameter.shape[self.dim]
         start, stop = (bound * own // self.rows for bound in (cut.start, cut.stop))
@@ -332,10 +334,10 @@ class Shards:
         self._position = members.index(session.rank)
         self._places = {axis: [session.mesh.axis_rank(axis, member) for member in members] for axis in _HOLDERS}
         self._loads = [0] * len(members)
-        self._entries: dict[int, Entry] = {}
-        self._cuts: dict[int, tuple[Cut, ...]] = {}  # by id; owners are positions in the group of holders
+        self._entries: dict[int, AssignedParameter] = {}
+        self._cuts: dict[int, tuple[OwnedRows, ...]] = {}  # by id; owners are positions in the group of holders
 
-    def assign(self, entries: Sequence[Entry]) -> None:
+    def assign(self, entries: Sequence[AssignedParameter]) -> None:
         """Give owners to the entries that have none. The same on every rank of the group, for the same entries."""
         new = [entry for entry in entries if id(entry.parameter) not in self._entries]
         self._entries |= {id(entry.parameter): entry for entry in new}
@@ -345,7 +347,7 @@ class Shards:
             for axis in _HOLDERS:
                 self._deal([entry for entry in kind if entry.holders is axis], self._places[axis])
 
-    def _deal(self, entries: Sequence[Entry], places: Sequence[int]) -> None:
+    def _deal(self, entries: Sequence[AssignedParameter], places: Sequence[int]) -> None:
         """Assigns entries to holders. `places`: of all ranks; ranks with the same place have the same share of their slices or experts."""
         before = [
             max(load for load, other in zip(self._loads, places, strict=True) if other == place)
@@ -373,7 +375,7 @@ class Shards:
         cut = self._own_cut(entry)
         return None if cut is None else entry.range_of(cut)
 
-    def _own_cut(self, entry: Entry) -> Cut | None:
+    def _own_cut(self, entry: AssignedParameter) -> OwnedRows | None:
         own = self._places[entry.holders][self._position]
         return next((cut for cut in self._cuts[id(entry.parameter)] if cut.owner == own), None)
 
@@ -395,17 +397,17 @@ class Shards:
                 self._gather(entries, self._session.groups[axis])
 
     @torch.no_grad()
-    def _gather(self, entries: Sequence[Entry], group: dist.ProcessGroup) -> None:
-        pending: deque[_Exchange] = deque()
+    def _gather(self, entries: Sequence[AssignedParameter], group: dist.ProcessGroup) -> None:
+        pending: deque[_UpdateExchange] = deque()
         for owner in range(group.size()):
             for bucket in _buckets(self._owned_by(owner, entries)):
                 if len(pending) == _IN_FLIGHT:
                     pending.popleft().finish()
-                pending.append(_Exchange(bucket, group, owner))
+                pending.append(_UpdateExchange(bucket, group, owner))
         for exchange in pending:
             exchange.finish()
 
-    def _owned_by(self, owner: int, entries: Sequence[Entry]) -> Iterator[Tensor]:
+    def _owned_by(self, owner: int, entries: Sequence[AssignedParameter]) -> Iterator[Tensor]:
         """An owner's updated rows, in pieces that fit into a bucket."""
         for entry in entries:
             if not entry.parameter.requires_grad:
@@ -417,7 +419,7 @@ class Shards:
                     yield from _pieces_of_tensor(whole if len(cuts) == 1 else entry.range_of(cut).of(whole))
 
 
-class _Exchange:
+class _UpdateExchange:
     """Tensors of one dtype and device on their way from the group's rank `source`."""
 
     def __init__(self, tensors: Sequence[Tensor], group: dist.ProcessGroup, source: int) -> None:

@@ -45,7 +45,7 @@ from smpc.optimizers import elementwise
 from smpc.sharding.tensors import local, updating_parts
 from smpc.v1.model.distributed_model import DistributedModel
 from smpc.v1.optimization import fused as session_fused
-from smpc.v1.optimization.sharded_optimizer_state import Entry, Parts, Shards
+from smpc.v1.optimization.sharded_optimizer_state import AssignedParameter, OwnParts, Shards
 
 
 @dataclass(slots=True)
@@ -202,7 +202,7 @@ class Updates:
         self._optimizer, self._tp_size, self._ep_size = optimizer, tp_size, ep_size
         self.half, self.shards = half, shards
         self.is_plain = half is None and shards is None  # the wrapped optimizer updates parameters directly
-        self.parts, self.masters = Parts(), Masters()
+        self.parts, self.masters = OwnParts(), Masters()
         self.is_stepping = False  # gradients of parameters that this rank does not own are hidden
         self._known: tuple[bool, ...] = ()
 
@@ -249,7 +249,7 @@ class Updates:
         self.parts.refresh()
         self.masters.refresh()
 
-    def _entry(self, model: DistributedModel, name: str, parameter: Tensor) -> Entry:
+    def _entry(self, model: DistributedModel, name: str, parameter: Tensor) -> AssignedParameter:
         slice_ = model.slices.get(name)
         holders = Axis.RDP if model.is_scaled_batch_parameter(parameter) else Axis.DP  # type: ignore[arg-type]
         if model.has_experts_apart(parameter):
@@ -262,7 +262,7 @@ class Updates:
             if holders is Axis.EXPERT_DATA:
                 ranks *= self._ep_size
         rows = shape[dim] // ranks if self._may_be_cut(parameter, dim) else 0
-        return Entry(parameter, math.prod(shape) * dtype.itemsize // ranks, holders, rows, dim)
+        return AssignedParameter(parameter, math.prod(shape) * dtype.itemsize // ranks, holders, rows, dim)
 
     def _may_be_cut(self, parameter: Tensor, dim: int) -> bool:
         """Whether ranks may update ranges of a parameter. Parts without masters must be contiguous: fused optimizers need it."""

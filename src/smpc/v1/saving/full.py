@@ -80,7 +80,7 @@ TAG, INNER, NUMBER = "smpc_tag", "smpc_content", "smpc_number"
 
 
 @dataclass(frozen=True, slots=True)
-class Identity:
+class FullModelNotes:
     """The notes in a full model's headers. `tag`, `save`: None in a model written by an earlier release."""
 
     content: str
@@ -94,7 +94,7 @@ class Identity:
         return {key: text for key, text in found.items() if text is not None}
 
 
-def identity_of(target: str) -> Identity | None:
+def identity_of(target: str) -> FullModelNotes | None:
     """The notes of the model at a path; None if `save_checkpoint` has not written it. Raises CheckpointError if it is damaged."""
     if is_file(target):
         is_ours = is_tensorfile(target)
@@ -109,7 +109,7 @@ def identity_of(target: str) -> Identity | None:
     if not is_plain_name(content):
         return None
     assert content is not None, "a plain name"
-    return Identity(
+    return FullModelNotes(
         content, notes.get(TAG), notes.get(SAVE), int(number) if number.isdecimal() and len(number) < 16 else 0
     )
 
@@ -195,7 +195,7 @@ def _complete_models(path: str) -> tuple[list[tuple[int, str]], list[str]]:
     return sorted(complete), damaged
 
 
-def _content_beside(path: str, tag: str, target: str, found: Identity) -> str | None:
+def _content_beside(path: str, tag: str, target: str, found: FullModelNotes) -> str | None:
     """The folder of a model's content; None if it is gone. Raises CheckpointError if it is damaged or belongs to another model."""
     if found.tag is not None and found.tag != tag:
         own = printable(found.tag)
@@ -264,7 +264,7 @@ class ModelSaving:
 
     def agree(self) -> None:
         """Make the drafts, and choose who writes what. Collective."""
-        found = Identity(*together(self._channel, self._begin)[0])
+        found = FullModelNotes(*together(self._channel, self._begin)[0])
         writer = self._writer({"notes": found.notes(), "force": self._force})
         target = os.path.join(self._root.path, self._tag)
         content = replace(self._content, metadata={**self._content.metadata, SAVE: found.save})

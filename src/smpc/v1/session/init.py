@@ -47,7 +47,7 @@ from smpc.errors import ConfigError, PeerError, TransportError
 from smpc.executor import FailureMonitor
 from smpc.executor.collectives import TensorGroup
 from smpc.executor.failure.processes import Process
-from smpc.executor.failure.start import Phase
+from smpc.executor.failure.start import StartPhase
 from smpc.executor.host_memory.freed_memory import keep_freed_memory
 from smpc.executor.measure.link_measurement import clock_offset
 from smpc.launch.rendezvous import job_store, store_of_job
@@ -189,7 +189,7 @@ def init(config: Mapping[str, Any] | Config | None = None) -> None:
         raise
     if monitor is not None:
         state.closers.append(monitor.stop)
-        monitor.start.enter(Phase.SCRIPT)
+        monitor.start.enter(StartPhase.SCRIPT)
 
 
 def shutdown() -> None:

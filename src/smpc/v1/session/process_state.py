@@ -68,7 +68,7 @@ class Session:
         return self.mesh.rdp_size > 1 and (self.config.fully_shard or self.mesh.shard_size > 1)
 
 
-class Job:
+class JobState:
     """State that all models of a script share."""
 
     def __init__(self) -> None:
@@ -80,8 +80,8 @@ class Job:
 class Script:
     """The objects that the training script has made around one model; None until it makes them."""
 
-    def __init__(self, job: Job | None = None) -> None:
-        self.job = job or Job()
+    def __init__(self, job: JobState | None = None) -> None:
+        self.job = job or JobState()
         self.model: Any = None  # the smp.DistributedModel
         self.runner: Any = None  # the StepRunner of its steps
         self.optimizer: Any = None  # the smp.DistributedOptimizer
@@ -108,7 +108,7 @@ class ScriptModels:
 
     def _forget(self) -> None:
         self.num_optimizers = 0  # of this session, those that others have replaced too
-        self.job = Job()
+        self.job = JobState()
         self.scripts = [Script(self.job)]
         self._acting: Script | None = None
 

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 
-from smpc.executor.failure.start import Phase
+from smpc.executor.failure.start import StartPhase
 from smpc.v1.session.process_state import Session
 from smpc.v1.session.skipped_calls import Whereabouts
 
@@ -44,7 +44,7 @@ class Supervision:
             if monitor.start.is_over:
                 self.step = usual
                 return usual()
-            monitor.start.enter(Phase.STEP)
+            monitor.start.enter(StartPhase.STEP)
             return usual(timeout=self._start_timeout)
 
         self.step, self.guard = step, partial(monitor.step, where, close)

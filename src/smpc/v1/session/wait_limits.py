@@ -21,7 +21,7 @@ from torch.distributed.distributed_c10d import Store
 
 from smpc.config import Config
 from smpc.executor import FailureMonitor
-from smpc.executor.failure.start import Phase
+from smpc.executor.failure.start import StartPhase
 from smpc.launch.rendezvous import ENDED
 from smpc.mesh import Mesh
 from smpc.v1.session.process_state import state
@@ -91,7 +91,7 @@ def loading(function: Callable[..., Any]) -> Callable[..., Any]:
     return load
 
 
-def enter(phase: Phase, detail: str = "") -> None:
+def enter(phase: StartPhase, detail: str = "") -> None:
     """This rank has come to a phase of its start."""
     session = state.current
     if session is not None and session.monitor is not None:

@@ -37,7 +37,7 @@ class IncompatibleKeys(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Entries:
+class ModuleEntries:
     """Every key with the module's value; the keys of each module itself, by prefix; torch's metadata."""
 
     values: OrderedDict[str, Any] = field(default_factory=OrderedDict)
@@ -45,9 +45,9 @@ class Entries:
     metadata: OrderedDict[str, dict[str, Any]] = field(default_factory=OrderedDict)
 
 
-def collect(module: nn.Module, *, run_hooks: bool = False) -> Entries:
+def collect(module: nn.Module, *, run_hooks: bool = False) -> ModuleEntries:
     """Parameters, buffers and extra state, by key. `run_hooks`: those before saving."""
-    found = Entries()
+    found = ModuleEntries()
 
     def visit(each: nn.Module, prefix: str) -> None:
         found.metadata[prefix[:-1]] = {"version": each._version}
@@ -64,7 +64,7 @@ def collect(module: nn.Module, *, run_hooks: bool = False) -> Entries:
     return found
 
 
-def finish(module: nn.Module, entries: Entries, values: Mapping[str, Any]) -> dict[str, Any]:
+def finish(module: nn.Module, entries: ModuleEntries, values: Mapping[str, Any]) -> dict[str, Any]:
     """The whole state dict of `values` by key, after the hooks after saving."""
     whole: OrderedDict[str, Any] = OrderedDict()
     whole._metadata = entries.metadata  # type: ignore[attr-defined]  # as torch's has it
@@ -126,7 +126,7 @@ class Given:
 
 def after_loading(
     module: nn.Module,
-    entries: Entries,
+    entries: ModuleEntries,
     missing: Sequence[str] = (),
     unexpected: Sequence[str] = (),
     given: Given | None = None,

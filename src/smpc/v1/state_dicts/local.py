@@ -22,9 +22,9 @@ from torch.distributed.tensor import DTensor
 
 from smpc import checkpoint
 from smpc.checkpoint.format.regular_file import printable
-from smpc.checkpoint.stateful import Held, held
+from smpc.checkpoint.stateful import LocalStateDict, held
 from smpc.errors import CheckpointError
-from smpc.nn.parallel import Shard
+from smpc.nn.parallel import ParameterSlice
 from smpc.sharding.tensors import local, own_part_of_sharded, whole
 from smpc.v1.layout.placement import Placement, Slices, place
 from smpc.v1.session.precision import loads_as
@@ -100,11 +100,11 @@ class ModelState:
         merged = merge(part, items, self._control, lambda key: wanted)
         return finish(self._module, entries, merged) if wanted else {}
 
-    def held(self) -> Held:
+    def held(self) -> LocalStateDict:
         """This rank's tensors, by key, for torch.distributed.checkpoint to save or to fill. Views, not copies."""
         self._placement.draw()
         self.before_saving()
-        names, kept, found = self._names(), self._local_keys(), Held()
+        names, kept, found = self._names(), self._local_keys(), LocalStateDict()
         for key, value in self._entries().items():
             name = names.get(id(value))
             own = value if name is None else held(place("model", key, value, self._slices.get(name)))
@@ -112,7 +112,7 @@ class ModelState:
                 found[key] = own
         return found
 
-    def load_held(self, state: Held) -> IncompatibleKeys:
+    def load_held(self, state: LocalStateDict) -> IncompatibleKeys:
         """After torch has filled the tensors: the extra state."""
         self.load_extra(state)
         self.loaded_in_parts()
@@ -276,11 +276,11 @@ class ModelState:
             key for key, value in self._entries().items() if id(value) not in names or is_local(names[id(value)])
         )
 
-    def _slicer(self, entries: Mapping[str, Any] | None = None) -> Callable[[str, Tensor], Shard | None]:
+    def _slicer(self, entries: Mapping[str, Any] | None = None) -> Callable[[str, Tensor], ParameterSlice | None]:
         """The slice of a whole that a tensor of this rank is: by its shape, since it may come from another job."""
         entries, names = self._entries() if entries is None else entries, self._names()
 
-        def slice_of(key: str, value: Tensor) -> Shard | None:
+        def slice_of(key: str, value: Tensor) -> ParameterSlice | None:
             name = names.get(id(entries.get(key)))
             own = name is not None and tuple(value.shape) == tuple(self._placement.shape(name))
             return self._slices.get(name) if own and name is not None else None

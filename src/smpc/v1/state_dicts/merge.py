@@ -1,6 +1,6 @@
 """Merges flat mappings that the ranks of a replica hold in parts, tensor by tensor.
 
-A rank's part maps keys to tensors and plain values; a tensor may be a slice of a whole (`smpc.nn.parallel.Shard`). First the ranks
+A rank's part maps keys to tensors and plain values; a tensor may be a slice of a whole (`smpc.nn.parallel.ParameterSlice`). First the ranks
 exchange what they have (specs, and the plain values themselves), then each tensor or slice is broadcast by the lowest rank that has it. No
 rank holds more than its result and one of these tensors.
 
@@ -17,14 +17,14 @@ import torch
 from torch import Tensor
 
 from smpc.errors import CheckpointError
-from smpc.nn.parallel import Shard
+from smpc.nn.parallel import ParameterSlice
 from smpc.tracer.ir import TensorSpec
 from smpc.v1.layout.placement import whole_shape
 from smpc.v1.session.step_messages import Control
 from smpc.v1.steps.results import pack, unpack
 
 K = TypeVar("K", bound=Hashable)
-Described = tuple[int, TensorSpec, Shard | None]  # owner, its tensor, and the part of the whole that it is
+Described = tuple[int, TensorSpec, ParameterSlice | None]  # owner, its tensor, and the part of the whole that it is
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +72,7 @@ def survey(
     part: Mapping[K, Any],
     control: Control,
     what: str,
-    slice_of: Callable[[K, Tensor], Shard | None] = lambda key, value: None,
+    slice_of: Callable[[K, Tensor], ParameterSlice | None] = lambda key, value: None,
 ) -> dict[K, MergedItem]:
     """Every key that any rank has, in order of ranks. `slice_of` says which slice of a whole a tensor of this rank is.
 
@@ -159,7 +159,7 @@ def _keep_piece(merged: dict[K, Any], key: K, item: MergedItem, piece: MergedPie
     merged[key].narrow(piece.dim, piece.start, value.shape[piece.dim]).copy_(value)
 
 
-def fill(target: Tensor, shard: Shard | None, piece: MergedPiece, value: Tensor) -> None:
+def fill(target: Tensor, shard: ParameterSlice | None, piece: MergedPiece, value: Tensor) -> None:
     """Copy the part of a piece that overlaps with `target`, the slice `shard` of the same whole."""
     if shard is None:
         if tuple(value.shape) != tuple(target.shape):
@@ -202,12 +202,12 @@ def _whole_item(key: Any, found: Sequence[Described], wrong: list[str]) -> Merge
     return MergedItem(ordered, whole_shape(shard, spec.shape), spec.dtype)
 
 
-def _has_all(spec: TensorSpec, shard: Shard | None) -> bool:
+def _has_all(spec: TensorSpec, shard: ParameterSlice | None) -> bool:
     """Whether a rank's slice is the whole."""
     return shard is None or spec.shape[shard.dim] == shard.size
 
 
-def _pieces_of_slice(rank: int, spec: TensorSpec, shard: Shard) -> list[MergedPiece]:
+def _pieces_of_slice(rank: int, spec: TensorSpec, shard: ParameterSlice) -> list[MergedPiece]:
     """The pieces that a slice is."""
     if not shard.runs:
         return [MergedPiece(rank, spec, shard.dim, shard.start)]
@@ -219,6 +219,6 @@ def _pieces_of_slice(rank: int, spec: TensorSpec, shard: Shard) -> list[MergedPi
     return found
 
 
-def _kind(shard: Shard | None, spec: TensorSpec) -> tuple[object, ...]:
+def _kind(shard: ParameterSlice | None, spec: TensorSpec) -> tuple[object, ...]:
     """The values that must be equal for all pieces of a whole."""
     return tuple(spec.shape) if shard is None or _has_all(spec, shard) else (shard.dim, *whole_shape(shard, spec.shape))

@@ -6,7 +6,7 @@ Terms
     arguments     parameter name -> value, as the function's signature binds them. Each keyword that only a `**kwargs` takes has its own
                   name; all of `*args` is one argument called by its name
     body          the function and its rules for splitting
-    form          rank 0's arguments that hold tensors, with a `Slot` for every tensor and a `Plain` for every other leaf
+    form          rank 0's arguments that hold tensors, with a `Slot` for every tensor and a `PlainArgument` for every other leaf
     merged        the last rank's arguments with the form's put in
     container     list, tuple, named tuple, set, frozenset, or mutable mapping (dict and its kin, Hugging Face's ModelOutput and
                   BatchEncoding): opened, and rebuilt of the same type when something inside has changed
@@ -276,7 +276,7 @@ class Slot:
 
 
 @dataclass(frozen=True, slots=True)
-class Plain:
+class PlainArgument:
     """Any other leaf. `sent`: `value` is rank 0's; otherwise rank 0's value cannot be sent."""
 
     value: Any = None
@@ -306,10 +306,10 @@ def form_of(arguments: Arguments) -> tuple[ArgumentForm, list[Tensor]]:
     def replace(leaf: Any, path: str) -> Any:
         nonlocal holds_tensor
         if isinstance(leaf, nn.Module):
-            return Plain()  # the model, as a rule
+            return PlainArgument()  # the model, as a rule
         if not isinstance(leaf, Tensor):
             leaf = normalise(leaf)
-            return Plain(leaf, sent=True) if is_constant(leaf) else Plain()
+            return PlainArgument(leaf, sent=True) if is_constant(leaf) else PlainArgument()
         holds_tensor = True
         if id(leaf) not in slots:
             slots[id(leaf)] = Slot(len(tensors))

@@ -143,7 +143,7 @@ class Tail:
         self.losses = losses_of(tensors, gradients)
 
 
-class Whole:
+class LocalCall:
     """One microbatch without a pipeline. `more_roots` adds to the roots of the step's last backward."""
 
     def __init__(

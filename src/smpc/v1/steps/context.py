@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from smpc.executor.failure.start import Phase
+from smpc.executor.failure.start import StartPhase
 from smpc.observe.observer import Observer
 from smpc.v1.layout.compiled_tensors import CompiledTensors
 from smpc.v1.layout.experts import DividedExperts
@@ -77,7 +77,7 @@ class ModelHooks:
 
     def run(self) -> None:
         """In the first step, once the model is cut and before anything runs."""
-        enter(Phase.STEP, "running it")
+        enter(StartPhase.STEP, "running it")
         self.have_run = True
         deferred, self.deferred = self.deferred, []
         for load in deferred:

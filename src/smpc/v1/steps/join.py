@@ -46,7 +46,7 @@ from smpc.v1.steps.context import StepContext
 from smpc.v1.steps.results import agree, describe_verdict
 
 
-class Phase(IntEnum):
+class JoinPhase(IntEnum):
     """A rank's next phase."""
 
     OVER = 0
@@ -129,7 +129,7 @@ class Join:
 
     def begin_partition(self) -> None:
         """Before the first program of all is made."""
-        self._guarded(lambda: self._announce(Phase.PARTITION))
+        self._guarded(lambda: self._announce(JoinPhase.PARTITION))
 
     def begin_step(self) -> None:
         """Before a step in which buffers or gradients may be exchanged."""
@@ -137,7 +137,7 @@ class Join:
 
     def end_step(self, *, did_backward: bool) -> None:
         """Before gradients are averaged, where a pipeline has not done so, and the verdict on losses is agreed on."""
-        self._announce(Phase.TRAINED if did_backward else Phase.UNTRAINED)
+        self._announce(JoinPhase.TRAINED if did_backward else JoinPhase.UNTRAINED)
 
     def _guarded(self, act: Callable[[], object]) -> object:
         """Do something that waits for the other replicas; raise the `error` that it leaves."""
@@ -152,28 +152,28 @@ class Join:
 
     def _enter(self) -> None:
         """First of all. May leave an `error`."""
-        phases = self._exchange(Phase.ENTER + int(self._divides_by_all) + 2 * int(self._throws))
+        phases = self._exchange(JoinPhase.ENTER + int(self._divides_by_all) + 2 * int(self._throws))
         self._error = self._contradiction(phases, ())
 
     def _begin_step(self) -> None:
-        phases = self._announce(Phase.STEP)
+        phases = self._announce(JoinPhase.STEP)
         if self._error is None:
             self._lead(phases)
 
     def _leave(self) -> None:
         """Before NonFiniteLossError, which all ranks that train have raised, ends the loop."""
-        self._announce(Phase.LEFT)
+        self._announce(JoinPhase.LEFT)
 
     # -- ranks that are over -------------------------------------------------------------------------------------------
 
     def _shadow(self) -> bool:
         """One phase of the others; False once all are over, or leave with an `error`."""
-        phases = self._announce(Phase.OVER)
-        active = [phase for phase in phases if phase != Phase.OVER]
+        phases = self._announce(JoinPhase.OVER)
+        active = [phase for phase in phases if phase != JoinPhase.OVER]
         if not active:
             return False
         self._has_shadowed = True
-        if active[0] == Phase.LEFT:
+        if active[0] == JoinPhase.LEFT:
             self._error = NonFiniteLossError(describe_verdict(self._verdict, "of another replica", self._session))
         if self._error is None:
             self._take_part(active[0], phases)
@@ -181,23 +181,23 @@ class Join:
 
     def _take_part(self, phase: int, phases: list[int]) -> None:
         has_pipeline = self._has_pipeline
-        if phase == Phase.PARTITION:
+        if phase == JoinPhase.PARTITION:
             assert self._partition is not None, "there is a pipeline"
             self._partition()
             return
         replicas = self._replicas()
         assert replicas is not None, "there are other replicas, and the model is partitioned"
-        if phase == Phase.STEP:
+        if phase == JoinPhase.STEP:
             self._lead(phases)
             replicas.start_of_step()
             if has_pipeline:
                 replicas.shadow()
             return
-        if phase == Phase.UNTRAINED:
+        if phase == JoinPhase.UNTRAINED:
             replicas.did_not_train()
         elif not has_pipeline:
             replicas.shadow()
-        if has_pipeline or phase == Phase.TRAINED:
+        if has_pipeline or phase == JoinPhase.TRAINED:
             self._verdict = agree(0, None, self._session)
 
     def _finish(self, optimizer: SharedOptimizer | None) -> None:
@@ -219,15 +219,15 @@ class Join:
         source = max(replica for replica, phase in zip(self._replica_of, phases, strict=True) if phase)
         count: dist.Work | None = None
         if not self._divides_by_all:
-            own = torch.tensor([int(phases[self._position] != Phase.OVER)], device=self._session.message_device)
+            own = torch.tensor([int(phases[self._position] != JoinPhase.OVER)], device=self._session.message_device)
             count = dist.all_reduce(own, group=self._session.groups[Axis.RDP], async_op=True)
         replicas = self._replicas()
         assert replicas is not None, "there are other replicas, and the model is partitioned"
         replicas.join(source, count)
 
-    def _announce(self, phase: Phase) -> list[int]:
+    def _announce(self, phase: JoinPhase) -> list[int]:
         phases = self._exchange(phase)
-        over = sorted({r for r, other in zip(self._replica_of, phases, strict=True) if other == Phase.OVER})
+        over = sorted({r for r, other in zip(self._replica_of, phases, strict=True) if other == JoinPhase.OVER})
         wrong = self._contradiction(phases, over)
         if wrong is not None:
             raise wrong
@@ -240,13 +240,13 @@ class Join:
 
     def _contradiction(self, phases: list[int], over: Iterable[int]) -> StepError | None:
         """The error, the same on all ranks, for ranks in different phases."""
-        parted = [r for r, phase in zip(self._replica_of, phases, strict=True) if r in over and phase != Phase.OVER]
+        parted = [r for r, phase in zip(self._replica_of, phases, strict=True) if r in over and phase != JoinPhase.OVER]
         if parted:
             return StepError(
                 f"join: of the tensor-parallel ranks of replica {parted[0]} some ran out of data and some have not; they compute together, "
                 "so give them as many batches"
             )
-        active = {phase for phase in phases if phase != Phase.OVER}
+        active = {phase for phase in phases if phase != JoinPhase.OVER}
         if len(active) > 1:
             kinds = [f"replica {r}: {_phase_as_text(phase)}" for r, phase in zip(self._replica_of, phases, strict=True)]
             return StepError(
@@ -300,13 +300,13 @@ def _describe(value: Any) -> Any:
 def _phase_as_text(phase: int) -> str:
     """A phase of a rank, for people."""
     names: dict[int, str] = {
-        Phase.OVER: "ran out of data",
-        Phase.PARTITION: "begins its first step",
-        Phase.STEP: "begins a step",
-        Phase.TRAINED: "ends a step with a backward pass",
-        Phase.UNTRAINED: "ends a step without a backward pass",
-        Phase.LEFT: "left with an error",
+        JoinPhase.OVER: "ran out of data",
+        JoinPhase.PARTITION: "begins its first step",
+        JoinPhase.STEP: "begins a step",
+        JoinPhase.TRAINED: "ends a step with a backward pass",
+        JoinPhase.UNTRAINED: "ends a step without a backward pass",
+        JoinPhase.LEFT: "left with an error",
     }
-    options = phase - Phase.ENTER
+    options = phase - JoinPhase.ENTER
     entered = f"join(divide_by_initial_world_size={bool(options & 1)}, throw_on_early_termination={bool(options & 2)})"
     return names.get(phase, entered)

@@ -44,7 +44,7 @@ from smpc.compile.result import Compilation
 from smpc.errors import StepError, UsageError
 from smpc.executor.replicas.group_hooks import StepHooks
 from smpc.executor.transport import Transport
-from smpc.observe.observer import Watch
+from smpc.observe.observer import StepWatch
 from smpc.partitioner.graph.plan import Plan
 from smpc.runtime import Roots, Runtime
 from smpc.sample_inputs import Inputs
@@ -164,7 +164,7 @@ class Memory:
 
 
 @dataclass(frozen=True)
-class Request:
+class StepRequest:
     """A step as pipeline rank 0 begins it. `program`: its number, None if there is none yet. `arguments`: the step function's."""
 
     inputs: list[Inputs]
@@ -249,7 +249,7 @@ class Pipeline:
 
     # -- a step --------------------------------------------------------------------------------------------------------
 
-    def step(self, body: StepBody, own: OwnArguments, watch: Watch) -> tuple[Any, int]:
+    def step(self, body: StepBody, own: OwnArguments, watch: StepWatch) -> tuple[Any, int]:
         """One step; returns its result and the verdict on its losses."""
         context = self._context
         supervision, join = context.supervision, context.join
@@ -278,7 +278,7 @@ class Pipeline:
             raise_error_on_all_ranks(outcome.description, outcome.failure)
         return outcome.value, outcome.verdict
 
-    def _begin(self, body: StepBody, own: OwnArguments) -> tuple[int, Request | None]:
+    def _begin(self, body: StepBody, own: OwnArguments) -> tuple[int, StepRequest | None]:
         """Agree on the program of a step, compiling it if it is new; (program, rank 0's request).
 
         Raises rank 0's errors on all ranks.
@@ -286,7 +286,7 @@ class Pipeline:
         self._phase = f"the start of step function {body.name}"
         self._is_done = False
         self._versions.poll()
-        request: Request | None = None
+        request: StepRequest | None = None
         failure: Exception | None = None
         if self._control.rank == 0:
             try:
@@ -304,7 +304,7 @@ class Pipeline:
                 request = dataclasses.replace(request, program=0)
         return self._announce(body, request, failure), request
 
-    def _run(self, body: StepBody, own: OwnArguments, program: int, request: Request | None) -> Outcome:
+    def _run(self, body: StepBody, own: OwnArguments, program: int, request: StepRequest | None) -> Outcome:
         """Run the step that `_begin` has prepared."""
         memory = self._memories.setdefault(body.number, Memory())
         signature, recording = self.programs.entries[program]
@@ -344,7 +344,7 @@ class Pipeline:
             return outcome
         return dataclasses.replace(outcome, verdict=agree(outcome.verdict, body, self._session))
 
-    def _asks_to_train(self, body: StepBody, request: Request | None) -> bool | None:
+    def _asks_to_train(self, body: StepBody, request: StepRequest | None) -> bool | None:
         """The same of rank 0's request, whose program may be new; None if there is none."""
         return None if request is None else self._trains(body, request.signature, request.program)
 
@@ -361,7 +361,7 @@ class Pipeline:
         """Take part in the first program of all, for a replica that has no batch."""
         self._partition(None, None)
 
-    def _request(self, body: StepBody, own: OwnArguments) -> Request:
+    def _request(self, body: StepBody, own: OwnArguments) -> StepRequest:
         """Rank 0: run the step function up to the model, for every microbatch."""
         context, device = self._context, self._session.device
         arguments = on_device(own(), device)
@@ -396,11 +396,11 @@ class Pipeline:
         asked = signatures[0].with_ones(inputs)
         known = self.programs.lookup(asked, inputs, context.module)
         if known is not None:
-            return Request(inputs, self.programs.entries[known][0], form, tensors, arguments, known)
-        return Request(inputs, self._compiler.answered(asked, inputs), form, tensors, arguments)
+            return StepRequest(inputs, self.programs.entries[known][0], form, tensors, arguments, known)
+        return StepRequest(inputs, self._compiler.answered(asked, inputs), form, tensors, arguments)
 
     def _agree_on(
-        self, sequences: SharedSequences, body: StepBody, request: Request | None, failure: Exception | None
+        self, sequences: SharedSequences, body: StepBody, request: StepRequest | None, failure: Exception | None
     ) -> Exception | None:
         """Rank 0: the failure of this step, the same on all ranks that share sequences."""
         asked: Any = None
@@ -417,7 +417,7 @@ class Pipeline:
             return error
         return None
 
-    def _announce(self, body: StepBody, request: Request | None, failure: Exception | None) -> int:
+    def _announce(self, body: StepBody, request: StepRequest | None, failure: Exception | None) -> int:
         """The header, and the messages that it announces."""
         control = self._control
         memory = self._memories.setdefault(body.number, Memory())
@@ -444,7 +444,7 @@ class Pipeline:
         return program
 
     def _arguments(
-        self, body: StepBody, own: OwnArguments, form: ArgumentForm, request: Request | None
+        self, body: StepBody, own: OwnArguments, form: ArgumentForm, request: StepRequest | None
     ) -> Callable[[], list[tuple[Arguments, Sent | None]]]:
         """Last rank: post the receives now, wait when the first output exists."""
         formats = form.formats
@@ -500,7 +500,7 @@ class Pipeline:
 
     # -- programs ------------------------------------------------------------------------------------------------------
 
-    def _partition(self, request: Request | None, failure: Exception | None) -> None:
+    def _partition(self, request: StepRequest | None, failure: Exception | None) -> None:
         """The first program of all; collective over all ranks of all replicas."""
         own = None if request is None else (request.signature, request.inputs[0])
         self._add(self._compiler.first_signature(own, failure), None if request is None else request.inputs[0])

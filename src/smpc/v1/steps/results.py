@@ -183,7 +183,7 @@ class ResultForm:
 
 
 @dataclass(frozen=True)
-class Results:
+class StepResults:
     """The results of the microbatches. `columns[i]`: leaf i in every microbatch, tensors in all of them or in none."""
 
     step_name: str
@@ -224,7 +224,7 @@ class Results:
         return ResultForm(self.structure, tuple(leaves))
 
 
-def read_results(values: Sequence[Returned], step_name: str) -> Results:
+def read_results(values: Sequence[Returned], step_name: str) -> StepResults:
     """The results of the microbatches, leaf by leaf.
 
     Raises StepError unless all of them returned the same structure, without sets: their members have no position.
@@ -243,7 +243,7 @@ def read_results(values: Sequence[Returned], step_name: str) -> Results:
                 f"step function {step_name} must return the same structure in every microbatch, found "
                 f"{_tensor_paths(structure, kinds[0])} in microbatch 0 and {_tensor_paths(other, kinds[index])} in {index}"
             )
-    return Results(step_name, structure, list(zip(*(value.leaves for value in values), strict=True)))
+    return StepResults(step_name, structure, list(zip(*(value.leaves for value in values), strict=True)))
 
 
 def pack(tensors: Sequence[Tensor], device: torch.device) -> Tensor:

@@ -34,7 +34,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from smpc.errors import CheckpointError, ConfigTypeError, NonFiniteLossError, StepError, UsageError
-from smpc.observe.observer import Watch
+from smpc.observe.observer import StepWatch
 from smpc.v1.session.process_state import Script, state
 from smpc.v1.session.step_errors import from_script, user_part
 from smpc.v1.steps.arguments import Arguments, StepBody
@@ -125,7 +125,7 @@ def step(
 class Steps(Protocol):
     """`Pipeline` or `Single`."""
 
-    def step(self, body: StepBody, own: Callable[[], Arguments], watch: Watch) -> tuple[Any, int]:
+    def step(self, body: StepBody, own: Callable[[], Arguments], watch: StepWatch) -> tuple[Any, int]:
         """One step; returns its result and the verdict on its losses."""
 
 

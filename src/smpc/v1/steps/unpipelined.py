@@ -31,11 +31,11 @@ from torch.utils._pytree import tree_leaves
 from smpc.errors import StepError
 from smpc.executor.replicas.fully_shard import ModuleShards
 from smpc.executor.replicas.group_hooks import StepHooks, innermost
-from smpc.observe.observer import Watch, batch_of
+from smpc.observe.observer import StepWatch, batch_of
 from smpc.sample_inputs import Inputs
 from smpc.tracer.ir import Autocast
 from smpc.v1.steps.arguments import Arguments, StepBody, on_device
-from smpc.v1.steps.calls import Gradients, Tensors, Whole, make_roots, tensors_within
+from smpc.v1.steps.calls import Gradients, LocalCall, Tensors, make_roots, tensors_within
 from smpc.v1.steps.context import StepContext
 from smpc.v1.steps.programs.signature import ModeReader, Signature, read_signature
 from smpc.v1.steps.results import Losses, agree, read_results, take
@@ -137,7 +137,7 @@ class Single:
         if not self._context.hooks.have_run:
             self._context.hooks.run()
 
-    def step(self, body: StepBody, own: Callable[[], Arguments], watch: Watch) -> tuple[Any, int]:
+    def step(self, body: StepBody, own: Callable[[], Arguments], watch: StepWatch) -> tuple[Any, int]:
         """One step; returns its result and the verdict on its losses. Raises StepError for a batch that does not divide."""
         self.settle()
         supervision, join, experts = self._context.supervision, self._context.join, self._context.experts
@@ -153,7 +153,7 @@ class Single:
             with supervision.guard():
                 return self._run(body, own(), watch)
 
-    def _run(self, body: StepBody, arguments: Arguments, watch: Watch) -> tuple[object, int]:
+    def _run(self, body: StepBody, arguments: Arguments, watch: StepWatch) -> tuple[object, int]:
         context = self._context
         device = self._session.device
         microbatches = body.split(on_device(arguments, device), self._session.config.microbatches, device)
@@ -166,7 +166,7 @@ class Single:
         scale = context.divisor / context.precision.loss_scale
         for index, microbatch in enumerate(microbatches):
             is_last = index == len(microbatches) - 1
-            whole = Whole(body.name, context.module, scale, self._more_roots(replicas) if is_last else None)
+            whole = LocalCall(body.name, context.module, scale, self._more_roots(replicas) if is_last else None)
             context.calls = whole
             try:
                 values.append(take(body.call(microbatch), body.detach_outputs))

@@ -86,8 +86,8 @@ _FSDP_DOES = "FSDP1 and FSDP2 both keep empty shards, and checkpoints of either 
 
 
 @dataclass(frozen=True, slots=True)
-class Config:
-    """One checked, immutable configuration. Build it with `Config.parse`."""
+class SessionConfig:
+    """One checked, immutable configuration. Build it with `SessionConfig.parse`."""
 
     hybrid_shard_degree: int = key(
         0,
@@ -129,7 +129,7 @@ class Config:
         source: Mapping[str, Any] | str | os.PathLike[str] | None,
         world_size: int,
         environ: Mapping[str, str] | None = None,
-    ) -> Config:
+    ) -> SessionConfig:
         """The configuration of `world_size` ranks. Raises ConfigError or one of its subclasses, listing everything that is wrong."""
         if isinstance(world_size, bool) or not isinstance(world_size, int) or world_size < 1:
             raise ConfigError(f"expected at least 1 process, found {world_size!r}")

@@ -74,7 +74,7 @@ from smpc.mesh.device_mesh import device_mesh
 from smpc.sharding.tensors import has_hooks
 from smpc.v2.session.gradient_patch import note_unit, patch_gradients
 from smpc.v2.state_handler import Session, state
-from smpc.v2.transforming.slices import Part, is_sliced, make_distributed, map_parts, plain_name, slices_of
+from smpc.v2.transforming.slices import ParameterPart, is_sliced, make_distributed, map_parts, plain_name, slices_of
 
 
 def put_together(state: Any, device: torch.device | None = None, *, keep: bool = True) -> Any:
@@ -83,7 +83,7 @@ def put_together(state: Any, device: torch.device | None = None, *, keep: bool =
     `device`: of the whole tensors; None: the slices' device. `keep`: False on a rank that drops the whole tensors; they are empty there.
     """
 
-    def whole(path: str, value: Any, part: Part) -> Any:
+    def whole(path: str, value: Any, part: ParameterPart) -> Any:
         if not isinstance(value, Tensor) or tuple(value.shape) != part.own_shape:
             return value
         own = value.full_tensor() if isinstance(value, DTensor) else value
@@ -98,7 +98,7 @@ def cut_full_state(state: Any) -> Any:
     return map_parts(state, lambda path, value, part: part.of(value) if is_whole(value, part) else value, is_whole=True)
 
 
-def is_whole(value: Any, part: Part) -> bool:
+def is_whole(value: Any, part: ParameterPart) -> bool:
     """Whether a value of a full state dict is the whole tensor that a rank has a part of."""
     return isinstance(value, Tensor) and not isinstance(value, DTensor) and tuple(value.shape) == part.shape
 
@@ -259,11 +259,11 @@ def _cut_for(full: Mapping[str, Any], local: Mapping[str, Any]) -> dict[str, Any
     }
 
 
-def _sliced_state_entries(local: Mapping[str, Any]) -> dict[str, Part]:
+def _sliced_state_entries(local: Mapping[str, Any]) -> dict[str, ParameterPart]:
     """The parts that entries of a flat state dict are of: DTensors of the whole are left to torch."""
-    found: dict[str, Part] = {}
+    found: dict[str, ParameterPart] = {}
 
-    def note(path: str, value: Any, part: Part) -> Any:
+    def note(path: str, value: Any, part: ParameterPart) -> Any:
         if not isinstance(value, DTensor) or tuple(value.shape) != part.shape:
             found[path.removeprefix(".")] = part
         return value

@@ -23,7 +23,7 @@ from smpc.errors import ConfigError
 from smpc.mesh import Axis, Mesh
 from smpc.mesh.device_mesh import make_groups
 from smpc.places import Place
-from smpc.v2.session.config import Config
+from smpc.v2.session.config import SessionConfig
 from smpc.v2.session.fsdp_patch import patch
 from smpc.v2.state_handler import Session, state
 from smpc.v2.transforming.slices import forget_models
@@ -45,7 +45,7 @@ def init(config: str | dict[str, Any] | None = None) -> None:
     place = None if given else Place.find(os.environ)
     rank = dist.get_rank() if given else (place.rank if place else 0)
     world_size = dist.get_world_size() if given else (place.world_size if place else 1)
-    parsed = Config.parse(config, world_size, os.environ)
+    parsed = SessionConfig.parse(config, world_size, os.environ)
     if state.is_initialized:
         _check_same([state.session.config, parsed], ["the first tsm.init", "this one"])
         return
@@ -72,7 +72,7 @@ def is_initialized() -> bool:
     return state.is_initialized
 
 
-def mesh_of(config: Config, world_size: int) -> Mesh:
+def mesh_of(config: SessionConfig, world_size: int) -> Mesh:
     """The mesh that a configuration describes: tensor-parallel ranks vary fastest, then context-parallel ranks, shards and replicas."""
     return Mesh(
         world_size,
@@ -83,11 +83,11 @@ def mesh_of(config: Config, world_size: int) -> Mesh:
     )
 
 
-def _make_session(config: Config, mesh: Mesh, rank: int, *, owns_world: bool) -> Session:
+def _make_session(config: SessionConfig, mesh: Mesh, rank: int, *, owns_world: bool) -> Session:
     """Check that the ranks agree, then make the groups. Collective."""
     found: list[Any] = [None] * mesh.world_size
     dist.all_gather_object(found, dataclasses.asdict(config))
-    _check_same([Config(**each) for each in found], [f"rank {number}" for number in range(mesh.world_size)])
+    _check_same([SessionConfig(**each) for each in found], [f"rank {number}" for number in range(mesh.world_size)])
     world = dist.group.WORLD
     assert world is not None, "torch.distributed is initialised by now"
     if config.is_native:
@@ -108,10 +108,10 @@ def _replica_group(mesh: Mesh, rank: int, world: dist.ProcessGroup) -> dist.Proc
     return own
 
 
-def _check_same(configs: list[Config], owners: list[str]) -> None:
+def _check_same(configs: list[SessionConfig], owners: list[str]) -> None:
     """Raise ConfigError, listing every key that differs, unless all configurations are equal to the first."""
     lines = []
-    for field in dataclasses.fields(Config):
+    for field in dataclasses.fields(SessionConfig):
         values = [getattr(config, field.name) for config in configs]
         odd = next((i for i, value in enumerate(values) if value != values[0]), None)
         if odd is not None:

@@ -36,7 +36,7 @@ from smpc.in_place import whole_parameters
 from smpc.tracer import register_shape_rule
 from smpc.v2.moe.moe_config import MoEConfig
 from smpc.v2.moe.moe_layer import mark_block
-from smpc.v2.transforming.slices import Cut, Part, Slices, agree_on_weights, note_slices
+from smpc.v2.transforming.slices import ParameterPart, PartsByName, SliceCut, agree_on_weights, note_slices
 
 _ROUTER, _SHUFFLE = "_smpc_router", "_smpc_shuffle"  # what a module's role knows
 _TOKENS = 4
@@ -173,8 +173,10 @@ def _cut_experts(
     )
     cut = [f"{one.name}.{name}" for one in experts if isinstance(one, Stacked) for name in one.parameters]
     by_expert = Layout.sharded(0)
-    parts = {name: Part((Cut(by_expert, shapes[name], group, is_even=False),), is_expert=True) for name in cut}
-    note_slices(model, Slices(parts))
+    parts = {
+        name: ParameterPart((SliceCut(by_expert, shapes[name], group, is_even=False),), is_expert=True) for name in cut
+    }
+    note_slices(model, PartsByName(parts))
 
 
 def _check_experts(

@@ -39,12 +39,12 @@ from smpc.executor.collectives import TensorGroup, gathered
 from smpc.executor.draws import draw_as_first
 from smpc.executor.tensor_ops import all_gather, own_part
 from smpc.experts.linear import scale_gradient
-from smpc.in_place import InPlace, Whole, skeleton, whole_parameters
+from smpc.in_place import InPlace, WholeParameter, skeleton, whole_parameters
 from smpc.recorded_module import OPTIONS, check_not_shared
 from smpc.sample_inputs import Inputs
 from smpc.tracer.ir import NodeKind, Trace
 from smpc.tracer.record import record
-from smpc.v2.transforming.slices import Cut, Part, Slices, keep_slices, note_slices
+from smpc.v2.transforming.slices import ParameterPart, PartsByName, SliceCut, keep_slices, note_slices
 
 _DIM = 1
 
@@ -126,13 +126,13 @@ def _check_same_batch(inputs: Any, group: TensorGroup) -> None:
 _OPTIONS = dataclasses.replace(OPTIONS, draw_as_one_process=True)  # as the reference asks
 
 
-class Shared(InPlace):
+class SharedForward(InPlace):
     """The forward of a model that ranks share. `tensor`, `context`: the groups, where there are several ranks."""
 
     def __init__(
         self,
         model: nn.Module,
-        parameters: tuple[Whole, ...],
+        parameters: tuple[WholeParameter, ...],
         tensor: TensorGroup | None,
         context: TensorGroup | None,
         attention: str,
@@ -223,7 +223,7 @@ def share(
     *,
     attention: str,
     sources: Sequence[int] | None,
-) -> Shared:
+) -> SharedForward:
     """Has the ranks of the groups share a model, in place. `samples`: batches, one of which can be recorded. Collective.
 
     `sources`: see `smpc.v2.transforming.slices`.
@@ -233,17 +233,17 @@ def share(
     for axis in (TENSOR, CONTEXT):
         check_not_shared(model, axis)
     whole = whole_parameters(model)
-    shared = Shared(model, whole, tensor, context, attention)
+    shared = SharedForward(model, whole, tensor, context, attention)
     shared.choose(model, samples)
     if tensor is not None:
         vars(model)[group_attribute(TENSOR)] = tensor
         shapes = {name: one.shape for one in whole for name in one.names}
         parts = {
-            name: Part((Cut(layout, shapes[name], tensor),), is_inside=shared.is_inside(name))
+            name: ParameterPart((SliceCut(layout, shapes[name], tensor),), is_inside=shared.is_inside(name))
             for name, layout in shared.layouts.items()
         }
         keep_slices(model, shared.layouts, tensor, sources)
-        note_slices(model, Slices(parts))
+        note_slices(model, PartsByName(parts))
     if context is not None:
         vars(model)[group_attribute(CONTEXT)] = context
     vars(model)["forward"] = shared

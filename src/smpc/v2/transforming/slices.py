@@ -49,7 +49,7 @@ _WRAPPED = ("_fsdp_wrapped_module.", "_checkpoint_wrapped_module.", "_orig_mod."
 
 
 @dataclass(frozen=True, slots=True)
-class Cut:
+class SliceCut:
     """How the ranks of a group slice a tensor of this shape in the layout. `is_even`: slices have one size."""
 
     layout: Layout
@@ -100,14 +100,14 @@ class Cut:
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class ParameterPart:
     """A rank's part of a parameter: a slice, or a slice of a slice. Expert-parallel ranks cut before tensor-parallel ones.
 
     `is_expert`: of experts, which ranks divide that have other samples. `is_inside`: it is used by a module that is called whole, whose
     own Python computes with plain tensors.
     """
 
-    cuts: tuple[Cut, ...]
+    cuts: tuple[SliceCut, ...]
     is_expert: bool = False
     is_inside: bool = False
 
@@ -149,10 +149,10 @@ class Part:
         return functools.reduce(lambda found, cut: cut.boxes(found), reversed(self.cuts), boxes)
 
 
-class Slices(dict[str, Part]):
+class PartsByName(dict[str, ParameterPart]):
     """By the names of parameters that this rank has a part of, the part."""
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Slices:
+    def __deepcopy__(self, memo: dict[int, Any]) -> PartsByName:
         return self
 
 
@@ -169,9 +169,9 @@ def forget_models() -> None:
     _transformed.clear()
 
 
-def note_slices(model: nn.Module, slices: Slices) -> None:
+def note_slices(model: nn.Module, slices: PartsByName) -> None:
     """Registers this rank's slices of a model; a slice of an earlier part is a part of that part."""
-    known = vars(model).setdefault(_SLICES, Slices())
+    known = vars(model).setdefault(_SLICES, PartsByName())
     for name, part in slices.items():
         before = known.get(name)
         known[name] = part if before is None else dataclasses.replace(before, cuts=(*before.cuts, *part.cuts))
@@ -179,9 +179,9 @@ def note_slices(model: nn.Module, slices: Slices) -> None:
         _transformed.append(weakref.ref(model))
 
 
-def slices_of(model: nn.Module) -> Slices | None:
+def slices_of(model: nn.Module) -> PartsByName | None:
     """This rank's slices of a model, whatever wraps it; None if it has all of it."""
-    found: Slices | None = vars(unwrapped(model)).get(_SLICES)
+    found: PartsByName | None = vars(unwrapped(model)).get(_SLICES)
     return found
 
 
@@ -225,10 +225,10 @@ def _model_of(module: nn.Module) -> nn.Module | None:
 
 
 @dataclass(frozen=True, slots=True)
-class _Held:
+class _HeldParameter:
     """What a model has under a name: its part, None if it is whole here; the parameter, None if FSDP1 has put it into a flat one."""
 
-    part: Part | None
+    part: ParameterPart | None
     parameter: Tensor | None
 
     @property
@@ -251,19 +251,19 @@ class _Held:
         return own == found != 0
 
 
-def map_parts(state: Any, change: Callable[[str, Any, Part], Any], *, is_whole: bool = False) -> Any:
+def map_parts(state: Any, change: Callable[[str, Any, ParameterPart], Any], *, is_whole: bool = False) -> Any:
     """A state dict with `change(path, value, part)` in place of values of parameters that this rank has parts of.
 
     `is_whole`: the state dict has whole tensors, otherwise what this rank has. Dicts and lists are copied; other objects are the same.
     CheckpointError for values of which nothing tells what model they belong to, where several models have parameters of the same name and
     slice them otherwise.
     """
-    held: dict[str, list[_Held]] = {}
+    held: dict[str, list[_HeldParameter]] = {}
     for model in transformed_models():
         parts = dict(slices_of(model) or {})
         parameters = {plain_name(name): each for name, each in model.named_parameters(remove_duplicate=False)}
         for name in {**parts, **parameters}:
-            held.setdefault(name, []).append(_Held(parts.get(name), parameters.get(name)))
+            held.setdefault(name, []).append(_HeldParameter(parts.get(name), parameters.get(name)))
     held = {name: each for name, each in held.items() if any(one.part is not None for one in each)}
 
     def changed(value: Any, path: str) -> Any:
@@ -284,7 +284,9 @@ def _mapped_parts(value: Any, path: str, changed: Callable[[Any, str], Any]) -> 
     return changed(value, path) if isinstance(value, (Tensor, ShardedTensor)) else value
 
 
-def _part_of(value: Tensor | ShardedTensor, path: str, held: Sequence[_Held], *, is_whole: bool) -> Part | None:
+def _part_of(
+    value: Tensor | ShardedTensor, path: str, held: Sequence[_HeldParameter], *, is_whole: bool
+) -> ParameterPart | None:
     """The part that a value is of: models may have the same names."""
     if len(held) > 1:
         own = [each for each in held if each.is_in(value)]
@@ -302,7 +304,7 @@ def as_boxes(state: Any) -> Any:
     return map_parts(state, _boxed_part)
 
 
-def _boxed_part(path: str, value: Tensor | ShardedTensor, part: Part) -> Any:
+def _boxed_part(path: str, value: Tensor | ShardedTensor, part: ParameterPart) -> Any:
     """The boxes of a part of a weight."""
     if tuple(value.shape) != part.own_shape:
         return value
@@ -311,7 +313,7 @@ def _boxed_part(path: str, value: Tensor | ShardedTensor, part: Part) -> Any:
     return HeldTensor.like(_local(value), part.shape, shards)
 
 
-def _held_at(path: str, held: Mapping[str, Sequence[_Held]]) -> Sequence[_Held]:
+def _held_at(path: str, held: Mapping[str, Sequence[_HeldParameter]]) -> Sequence[_HeldParameter]:
     """What models have under the longest name that a path goes through: `optimizer.state.lm_head.weight.exp_avg`."""
     steps = path.split(".")
     for length in range(len(steps), 0, -1):

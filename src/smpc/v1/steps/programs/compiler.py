@@ -30,7 +30,7 @@ from smpc.compile.options import PipelineOptions
 from smpc.compile.passes import measure_trace, plan_trace, rewrite_trace, schedule_plan, write_programs
 from smpc.compile.result import Compilation, Planned, Traced
 from smpc.errors import SmpcError, StepError, TraceError
-from smpc.executor.failure.start import Phase
+from smpc.executor.failure.start import StartPhase
 from smpc.executor.measure.link_measurement import measure_wire
 from smpc.executor.transport import Transport
 from smpc.mesh import Axis
@@ -41,7 +41,7 @@ from smpc.partitioner.costs.optimizers import Optimizer, find_optimizer
 from smpc.partitioner.graph.plan import Plan, plan_warnings
 from smpc.sample_inputs import Inputs
 from smpc.sharding import undivided
-from smpc.tracer.attempt import Request
+from smpc.tracer.attempt import RecordingRequest
 from smpc.tracer.environment.memory_words import DictVersions
 from smpc.tracer.input_guards import Answers
 from smpc.tracer.ir import Trace
@@ -146,7 +146,7 @@ class Compiler:
         if like is None:  # one of this rank's own inputs was rewritten before this program decides how parameters lie
             self._recorded = None
         planned = self._agreed_plan(recording.trace, like, saved)
-        enter(Phase.STEP, "compiling")
+        enter(StartPhase.STEP, "compiling")
         assert self._traced is not None, "the model has been recorded"
         compilation = write_programs(planned, context=self._traced.context)
         return compilation, recording
@@ -204,7 +204,7 @@ class Compiler:
         """Rank 0's plan."""
         planned: Planned | None = None
         failure: Exception | None = None
-        enter(Phase.STEP, "planning")
+        enter(StartPhase.STEP, "planning")
         if self._control.rank == 0:
             try:
                 options = dataclasses.replace(
@@ -262,7 +262,7 @@ class Compiler:
 
     def _record(self, signature: Signature, inputs: Inputs, answers: Answers | None) -> Recording:
         """The recording of a signature, on real inputs or with known answers to its questions about their values."""
-        enter(Phase.STEP, "recording the model")
+        enter(StartPhase.STEP, "recording the model")
         context = self._context
         context.script.job.tracing = True
         buffers = dict(self._module.named_buffers())
@@ -273,7 +273,7 @@ class Compiler:
                 context.placement.skeleton(),
             ):
                 device, autocast = self._session.device, signature.autocast
-                request = Request(*inputs, device, answers, autocast, signature.ones, buffers)
+                request = RecordingRequest(*inputs, device, answers, autocast, signature.ones, buffers)
                 recording = record_guarded(self._module, request, versions=self._versions)
         finally:
             context.script.job.tracing = False
@@ -293,7 +293,9 @@ def plan_alone(context: StepContext, signature: Signature) -> Plan:
     """
     session, module, config = context.session, context.module, context.session.config
     options, on_gpu = _options(session, Measures()), session.device.type == "cuda"
-    request = Request(*signature.sample(), session.device, None, signature.autocast, (), dict(module.named_buffers()))
+    request = RecordingRequest(
+        *signature.sample(), session.device, None, signature.autocast, (), dict(module.named_buffers())
+    )
     context.script.job.tracing = True
     try:
         with (

@@ -53,7 +53,7 @@ from torch import Tensor, nn
 
 from smpc.compile.result import Compilation
 from smpc.errors import StepError
-from smpc.executor.failure.start import Phase
+from smpc.executor.failure.start import StartPhase
 from smpc.nn.init.delayed import is_delayed
 from smpc.sample_inputs import Inputs
 from smpc.tracer.constants import decode, encode, is_constant, normalise
@@ -352,7 +352,7 @@ def verify_first(
 
     Raises VerificationError on all ranks of the pipeline. If it cannot be done, rank 0 warns, and training continues.
     """
-    enter(Phase.STEP, "verifying the programs on pipeline rank 0")
+    enter(StartPhase.STEP, "verifying the programs on pipeline rank 0")
     failure: Exception | None = None
     if inputs is not None:
         try:

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 import torch.distributed as dist
 
 from smpc.checkpoint import Alone, BackgroundSaver, GroupChannel
-from smpc.checkpoint.torch_format.agreement import Ranks
+from smpc.checkpoint.torch_format.agreement import CoordinatedRanks
 from smpc.checkpoint.torch_format.saving import StateSaving
 
 __all__ = ["AsyncCallsQueue", "AsyncRequestQueue"]
@@ -43,12 +43,15 @@ class AsyncCallsQueue:
         self._next = 0
 
     def schedule(
-        self, make: Callable[[Ranks], StateSaving], process_group: dist.ProcessGroup | None, coordinator_rank: int
+        self,
+        make: Callable[[CoordinatedRanks], StateSaving],
+        process_group: dist.ProcessGroup | None,
+        coordinator_rank: int,
     ) -> int:
         """Start what `make` gives, for ranks that talk over a group of their own; the index of the call."""
         background = self._background(process_group)
         self._end(background)
-        background.saver.start(make(Ranks(background.group, coordinator_rank)))
+        background.saver.start(make(CoordinatedRanks(background.group, coordinator_rank)))
         number, self._next = self._next, self._next + 1
         self._calls.append((number, background))
         return number
@@ -67,7 +70,7 @@ class AsyncCallsQueue:
         else:
             num_done = sum(not background.saver.is_saving for _, background in self._calls)
             if not skip_sync and dist.is_initialized():
-                num_done = min(Ranks(process_group or dist.group.WORLD).everybody(num_done))
+                num_done = min(CoordinatedRanks(process_group or dist.group.WORLD).everybody(num_done))
             done = self._calls[:num_done]
             for background in dict.fromkeys(background for _, background in done):
                 self._check(background)

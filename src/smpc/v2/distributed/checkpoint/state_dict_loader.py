@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.planner import LoadPlanner
 from torch.distributed.checkpoint.storage import StorageReader
 
-from smpc.checkpoint.torch_format.agreement import Ranks
+from smpc.checkpoint.torch_format.agreement import CoordinatedRanks
 from smpc.checkpoint.torch_format.loading import load_state
 from smpc.checkpoint.torch_format.reader import TorchFormatReader
 from smpc.errors import UsageError
@@ -53,7 +53,7 @@ def load(
     else:
         reader = storage_reader
         reader.reset(checkpoint_id)
-    ranks = Ranks(process_group or (dist.group.WORLD if dist.is_initialized() else None), coordinator_rank)
+    ranks = CoordinatedRanks(process_group or (dist.group.WORLD if dist.is_initialized() else None), coordinator_rank)
     parts = at_place(state_dict, str(getattr(reader, "checkpoint_id", "")), ranks)
     if parts is state_dict:
         load_state(state_dict, reader, ranks, planner, same_keys=check_keys_matched)

@@ -20,7 +20,7 @@ from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.planner import SavePlanner
 from torch.distributed.checkpoint.storage import StorageWriter
 
-from smpc.checkpoint.torch_format.agreement import Ranks, is_url
+from smpc.checkpoint.torch_format.agreement import CoordinatedRanks, is_url
 from smpc.checkpoint.torch_format.saving import StateSaving, TorchFormatWriter, local_parts, save_state
 from smpc.errors import UsageError
 from smpc.v2.distributed.checkpoint.async_utils import AsyncCallsQueue
@@ -108,15 +108,15 @@ def maybe_finalize_async_calls(blocking: bool = True, process_group: dist.Proces
     return DEFAULT_ASYNC_REQUEST_QUEUE.maybe_finalize_async_calls(blocking, process_group)
 
 
-def _ranks(process_group: dist.ProcessGroup | None, coordinator_rank: int) -> Ranks:
-    return Ranks(process_group or (dist.group.WORLD if dist.is_initialized() else None), coordinator_rank)
+def _ranks(process_group: dist.ProcessGroup | None, coordinator_rank: int) -> CoordinatedRanks:
+    return CoordinatedRanks(process_group or (dist.group.WORLD if dist.is_initialized() else None), coordinator_rank)
 
 
-def _parts_of(state_dict: dict[str, Any], writer: StorageWriter, ranks: Ranks) -> dict[str, Any]:
+def _parts_of(state_dict: dict[str, Any], writer: StorageWriter, ranks: CoordinatedRanks) -> dict[str, Any]:
     return at_place(state_dict, str(getattr(writer, "checkpoint_id", "")), ranks)
 
 
-def at_place(state_dict: dict[str, Any], place: str, ranks: Ranks) -> dict[str, Any]:
+def at_place(state_dict: dict[str, Any], place: str, ranks: CoordinatedRanks) -> dict[str, Any]:
     """This rank's storage for saving to a place, or loading from it. Collective.
 
     If it saves alone there, while others save elsewhere: its own parts. If all ranks with slices of a tensor save there: whole tensors.
