@@ -5,7 +5,7 @@ Terms
     global order  all actions of all ranks in one order that keeps every rank's order and every dependency; here,
                   by start times in a simulation in which a backward takes twice as long as a forward
 
-Around each action of a rank stand
+Around each action of a rank are
 
     RECV / MOVE of each channel that enters the stage          F s m   SEND of each channel that leaves it
     RECV_GRAD / MOVE_GRAD of each channel that leaves it       B s m   SEND_GRAD of each channel that enters it

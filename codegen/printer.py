@@ -81,7 +81,7 @@ def _keyword_argument(name: str, source: str) -> str:
 
 
 def in_text(name: str) -> str:
-    """A name as it may stand in a docstring of printed code, which it cannot end."""
+    """A name as it may be in a docstring of printed code, which it cannot end."""
     plain = all(c.isprintable() and c not in "\"'\\" for c in name)
     return name if plain else name.encode("unicode_escape").decode().replace('"', '\\"').replace("'", "\\'")
 

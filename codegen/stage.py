@@ -2,7 +2,7 @@
 
 A stage module holds the very parameters, buffers and submodules of the model, under their fully qualified names, and nothing that
 other stages own. Submodules that the stage calls whole are the model's own objects, so their hooks, activation checkpointing and
-compiled forms keep working; above them stand `Container`s, which only hold.
+compiled forms keep working; above them are `Container`s, which only hold.
 
     model.transformer.h.3 called whole by stage 1      stage.transformer.h[3] is model.transformer.h[3]
     lm_head.weight read by stage 1                      stage.lm_head.weight is model.lm_head.weight

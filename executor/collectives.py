@@ -24,7 +24,7 @@ Example, a linear layer whose weight is split by columns, then one whose weight 
     h = F.linear(replicate_in(x, group), columns)         # [N, 4H / size]
     y = all_reduce(F.linear(h, rows), group)              # [N, H]
 
-Which pieces of a dimension a rank has, and the two orders in which all of them can stand.
+Which pieces of a dimension a rank has, and the two orders in which all of them can be.
 
 Terms
     blocks      sizes of runs of the dimension that are each shared out by themselves; none: the dimension is one block
@@ -249,7 +249,7 @@ def _check_divides(tensor: Tensor, dim: int, group: TensorGroup) -> None:
         )
 
 
-Pieces = tuple[tuple[int, int], ...]  # (start, length), as they stand on a rank
+Pieces = tuple[tuple[int, int], ...]  # (start, length), as they are on a rank
 
 
 @functools.lru_cache(maxsize=4096)

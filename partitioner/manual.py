@@ -142,7 +142,7 @@ def _unit_wishes(trace: Trace, members: Sequence[Sequence[int]], wishes: Sequenc
         raise PartitionError(
             "\n".join(
                 [
-                    "modules that share memory which is written in place, or a buffer that changes, cannot lie on different "
+                    "modules that share memory which is written in place, or a buffer that changes, cannot be on different "
                     "partitions; place them together:",
                     *wrong,
                 ]

@@ -189,7 +189,7 @@ class Scale:
 
     def __post_init__(self) -> None:
         if not 0.0 <= self.memory_weight <= 1.0:
-            raise PartitionError(f"memory_weight must lie between 0 and 1, found {self.memory_weight}")
+            raise PartitionError(f"memory_weight must be between 0 and 1, found {self.memory_weight}")
         if any(not speed > 0.0 for speed in self.speeds):
             raise PartitionError(f"speeds of devices must be above 0, found {self.speeds}")
         if any(limit < 0 for limit in self.limits):

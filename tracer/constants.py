@@ -48,7 +48,7 @@ class TraceDevice:
 
 
 def is_constant(value: Any) -> bool:
-    """Whether a leaf can stand in a trace as it is."""
+    """Whether a leaf can be in a trace as it is."""
     if value is None or value is Ellipsis:
         return True
     if isinstance(

@@ -18,7 +18,7 @@ Example: `x + self.weight` inside the model's forward, with x of shape [2, 3], i
 
 Which strides a value keeps when it goes to another rank.
 
-Kernels choose how they walk over a tensor, and with it the order of their sums, by its layout: a slice of a larger tensor, whose rows lie
+Kernels choose how they walk over a tensor, and with it the order of their sums, by its layout: a slice of a larger tensor, whose rows are
 apart, gives other last bits than a contiguous copy. The order of dimensions, which of them are adjacent in memory, and their alignment
 matter; the size of gaps does not. So the layout on arrival has the gaps of the original, but not their size.
 
@@ -27,7 +27,7 @@ matter; the size of gaps does not. So the layout on arrival has the gaps of the 
                 have every second element
     others      expanded and overlapping tensors: contiguous
 
-Example: rows of 64 floats that lie 768 apart, strides (768, 1), arrive with strides (80, 1).
+Example: rows of 64 floats that are 768 apart, strides (768, 1), arrive with strides (80, 1).
 
 `as_strided` is the one operation whose values depend on strides. Programs call `strided_view`, which knows those of the recording: a tensor
 that has others, because it was gathered or has come from another rank, is copied into the recorded layout first.
@@ -140,7 +140,7 @@ def strided_view(
             f"as_strided: expected a tensor of shape {tuple(tensor.shape)} with strides {tuple(recorded)}"
             + (f" in a memory of {memory[1]} elements, at {memory[0]}" if memory else "")
             + f", as it was recorded, found strides {tuple(tensor.stride())} in a memory of {found[1]}, at {found[0]}: between "
-            "ranks a tensor travels without what lies around it; what to do: take the view of x.contiguous(), or use x.unfold"
+            "ranks a tensor travels without what is around it; what to do: take the view of x.contiguous(), or use x.unfold"
         )
     if not same:
         tensor = tensor.new_empty_strided(tuple(tensor.shape), tuple(recorded)).copy_(tensor)

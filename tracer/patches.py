@@ -231,7 +231,7 @@ def _with_sizes(values: Any, tree: Any) -> Any:
 
 
 def _held_by_context(cls: _Class, results: list[torch.Tensor]) -> Iterator[torch.Tensor]:
-    """Tensors that a function's `ctx` holds as attributes; it stands in autograd's graph as the origin of the results."""
+    """Tensors that a function's `ctx` holds as attributes; it is in autograd's graph as the origin of the results."""
     for tensor in results:
         context = tensor.grad_fn
         if isinstance(context, cls._backward_cls):

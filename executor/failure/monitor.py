@@ -22,7 +22,7 @@ What happens when nothing moves:
 
     any rank    its watch has lasted longer than allowed, or before its first step it has waited for so long, or it waits for a rank that
                 is gone (see `smpc.executor.failure.start`): the watcher calls a round
-    all ranks   their watchers tell where their main threads stand; whoever does not answer is silent
+    all ranks   their watchers tell where their main threads are; whoever does not answer is silent
     any rank    finds the one that the others wait for. If that one may go on for some time (it compiles, it
                 writes a checkpoint), so may the caller; if not, the report names it, with its stack
     all ranks   print the report and end with status 1

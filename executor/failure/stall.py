@@ -16,7 +16,7 @@ Example, of two ranks:
 
     rank 0 stalled: nothing has moved for 30 s; step 3, pipeline rank 0, instruction 'F s0 m2' (stage 0, microbatch 2), there for 29 s, busy
       File "train.py", line 12, in forward
-    the ranks stand at
+    the ranks are at
       rank 0: step 3, pipeline rank 0, instruction 'F s0 m2' (stage 0, microbatch 2), busy for 29 s
       rank 1: step 3, pipeline rank 1, instruction 'RECV e1 m2 from r0' (...), waiting for 30 s
 """
@@ -125,7 +125,7 @@ def report_of(
 ) -> ProcessReport:
     """The report that all ranks show. `key`: the key of the configuration that limits the wait. `gone`: ranks that have ended meanwhile."""
     stalled = find_stalled([standing for standing in standings if not gone or standing.rank in gone])
-    details = ["the ranks stand at", *(f"  {standing}" for standing in standings)]
+    details = ["the ranks are at", *(f"  {standing}" for standing in standings)]
     if stalled.stack:
         details += [f"the Python stack of rank {stalled.rank}, innermost call last", stalled.stack.rstrip()]
     details += [f"last collectives of rank {s.rank}: {s.flight}" for s in standings if s.flight]

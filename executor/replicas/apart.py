@@ -18,7 +18,7 @@ expert that others hold, a rank has a gradient without rows if they have one: so
 
     called     of experts that are wholly on one rank, those that this rank's tokens have called: in one process these have gradients,
                though it be of zero, and no others
-    in_parts   parameters lie in parts on the group, and whoever divided them has averaged
+    in_parts   parameters are in parts on the group, and whoever divided them has averaged
 """
 
 from __future__ import annotations

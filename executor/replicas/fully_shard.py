@@ -18,7 +18,7 @@ Example: `shards = StageShards(stages, group)`, then `Interpreter(program, shard
 `ModuleShards` has a module that runs as it is, without a program: its blocks are units of `smpc.sharding`.
 
 Construction gives all ranks the parameters and buffers of the group's first one, and divides the parameters over the mesh. The hooks are
-those of a step; without them, every backward averages its gradients. What is `apart` lies in parts on other ranks.
+those of a step; without them, every backward averages its gradients. What is `apart` is in parts on other ranks.
 """
 
 from __future__ import annotations

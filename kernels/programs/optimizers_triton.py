@@ -440,7 +440,7 @@ def novograd_kernel(
 def launch_norms(tensors: Sequence[Tensor], order: float, tables: TableCache) -> Tensor:
     """`smpc.kernels.optimizers.tensor_norms` by kernel, for order 2 or infinity."""
     first = tensors[0]
-    # Tensors without a compact layout are copied; the others have a norm in whatever order their elements lie.
+    # Tensors without a compact layout are copied; the others have a norm in whatever order their elements are.
     dense = [tensor if _is_dense(tensor) else tensor.contiguous() for tensor in tensors]
     table = tables.table([dense])
     parts = torch.empty(1, table.num_chunks, dtype=torch.float32, device=first.device)

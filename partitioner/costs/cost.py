@@ -22,7 +22,7 @@ Example: a model on four H100s of one host, trained by AdamW with float32 master
 `weight_time`: the two parts of a stage's backward: for its inputs (I), and for its parameters (W), which a schedule may defer.
 `deferred_time`: how much longer a forward and a backward in two parts take together, on devices that say so.
 
-What can be deferred are the calls of `DEFERRABLE` that take a parameter and lie in no activation checkpoint (see
+What can be deferred are the calls of `DEFERRABLE` that take a parameter and are in no activation checkpoint (see
 `smpc.executor.split_backward.intercept`). Of such a call's backward, W has one matrix product for each parameter of two or more dimensions,
 I one for each other input that needs a gradient; a bias counts for nothing beside them. Of a module that is called whole,
 with parameters, W has half. All else is part of I.
@@ -564,7 +564,7 @@ DEFERRABLE = frozenset(
 
 
 def weight_time(trace: Trace, positions: Sequence[int], backward: FloatArray, regions: Sequence[Region]) -> float:
-    """Seconds of W of a stage's nodes, which may lie in its checkpointed `regions`; `backward` is by node."""
+    """Seconds of W of a stage's nodes, which may be in its checkpointed `regions`; `backward` is by node."""
     found = np.asarray(positions, dtype=np.int64)
     return float(np.sum(weight_times(trace, backward, regions)[found[_is_free(trace, regions)[found]]]))
 
@@ -598,7 +598,7 @@ def deferred_of(trace: Trace) -> Iterator[Node]:
 
 
 def put_off(trace: Trace, cost_model: CostModel) -> list[Node]:
-    """The nodes whose backward is in two parts where they lie in no checkpoint: calls that are not small, and modules with FLOPs."""
+    """The nodes whose backward is in two parts where they are in no checkpoint: calls that are not small, and modules with FLOPs."""
     return [
         node
         for node in _divisible(trace)

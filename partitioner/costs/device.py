@@ -204,7 +204,7 @@ class Group:
 
     @property
     def hosts(self) -> int:
-        """Hosts that it lies on."""
+        """Hosts that it is on."""
         return -(-self.size // self.per_host)
 
 

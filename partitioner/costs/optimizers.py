@@ -22,7 +22,7 @@ them; sharded over the replicas, it holds its part of the state alone:
 
     find_optimizer("adamw-fp32-master").replicated(8, sharded=True)        1.5 + 2 bytes for a bfloat16 element: state, bucket
 
-With `fully_shard` parameters and gradients lie in parts, too, but in a step it has whole ones beside its parts, from the first forward
+With `fully_shard` parameters and gradients are in parts, too, but in a step it has whole ones beside its parts, from the first forward
 of a stage to the end of its last backward (`smpc.executor.replicas.fully_shard`):
 
     find_optimizer("adamw-fp32-master").fully_sharded(8)       0.25 + 2 bytes of parameters, 2 of gradients, 1.5 of state

@@ -1,4 +1,4 @@
-"""Times of the nodes of a trace, measured where they stand: in runs of the whole trace on real tensors, forward and backward.
+"""Times of the nodes of a trace, measured where they are: in runs of the whole trace on real tensors, forward and backward.
 
 The nodes are evaluated in order, as in `smpc.tracer.replay`, on a copy of the model, so nothing of the model changes. A value is let go
 when its last reader has run, so memory is as in a run of the model. Then autograd does the backward of all at once, from the losses,

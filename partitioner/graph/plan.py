@@ -36,7 +36,7 @@ class Stage:
 
     index: int
     rank: int  # pipeline rank that runs it
-    modules: tuple[str, ...]  # FQNs of the largest module calls that lie wholly in the stage, in order of execution
+    modules: tuple[str, ...]  # FQNs of the largest module calls that are wholly in the stage, in order of execution
     parameters: tuple[str, ...]  # canonical FQNs of the parameters it uses, shared ones included
     buffers: tuple[str, ...]
     recomputed: tuple[str, ...]  # nodes of other stages that it runs again
@@ -139,7 +139,7 @@ class Plan:
     device: str = ""  # the kind of device that times and sizes are predicted for
     optimizer: str = ""
     notes: tuple[str, ...] = ()  # what was asked for and is not done
-    split_checkpoints: tuple[tuple[str, tuple[int, ...]], ...] = ()  # modules to checkpoint that lie on several stages
+    split_checkpoints: tuple[tuple[str, tuple[int, ...]], ...] = ()  # modules to checkpoint that are on several stages
     loading_horizon: int = 0  # activations are offloaded, and loaded back so many tasks ahead; 0: they stay
     kernels: tuple[KernelUse, ...] = ()  # what was replaced by ops of smpc.kernels, and what was not
     host_link: HostLink | None = None  # None: nothing is offloaded

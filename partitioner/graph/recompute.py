@@ -7,7 +7,7 @@ Terms
                 that reads memory which it, or a later node, writes in place would read something else the second time
     active      regions of one stage: requested ones that run wholly there. Consecutive layers of a sequential container become one
                 region, as its strategy says. A requested region that a cut goes through is computed once, and its values are kept
-    split       the names of those, with the stages that they lie on
+    split       the names of those, with the stages that they are on
 
 Example: layers a, b on stage 0 and c, d, e on stage 1, strategy "group_2": the regions a b on stage 0, c d and e on stage 1.
 

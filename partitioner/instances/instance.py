@@ -227,7 +227,7 @@ def _bad_numbers(instance: Instance) -> Iterator[str]:
                 f"{_shown(device.in_flight)} microbatches in flight on device {i}, which must be a whole number from 1 to {_MOST_IN_FLIGHT}"
             )
     if not is_amount(instance.memory_weight) or instance.memory_weight > 1:
-        yield f"memory weight {instance.memory_weight!r}, which must lie between 0 and 1"
+        yield f"memory weight {instance.memory_weight!r}, which must be between 0 and 1"
     if not isinstance(instance.split, str) or instance.split not in SPLITS:
         yield f"split {instance.split!r}, which must be one of {', '.join(SPLITS)}"
 

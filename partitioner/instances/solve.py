@@ -384,7 +384,7 @@ def _find_for_instance(instance: Instance, gap: float, time_limit: float) -> Fou
 
 
 def _is_plain(instance: Instance) -> bool:
-    """Whether devices differ in speed and memory alone, stand in a row, and each has a node."""
+    """Whether devices differ in speed and memory alone, are in a row, and each has a node."""
     has_kinds = any(node.time_on or node.memory_on or node.backward for node in instance.nodes)
     has_transfers = any(device.bandwidth is not None for device in instance.devices)
     return instance.split == "row" and not (instance.may_idle or has_kinds or has_transfers)

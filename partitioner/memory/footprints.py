@@ -8,7 +8,7 @@ each kind of operation, by its target, its constants, and the shapes and strides
     working     in its backward: the most bytes beyond what was there when it began, the gradient of its result included
     shared      the same, if something else holds the gradient of the result as well, so that it stays
     gradients   by input, what its gradient takes: bytes of its own; or none, because it is the gradient of the result or a view of it, or
-                because it lies in the memory of an earlier input's gradient. And its stride: a view of a gradient that is laid out
+                because it is in the memory of an earlier input's gradient. And its stride: a view of a gradient that is laid out
                 otherwise than its value is a copy
 
 Fake tensors compute nothing, and have the trace's sizes. Seen is what passes torch's dispatcher, which is all but the workspace of kernels.
@@ -40,7 +40,7 @@ from smpc.tracer.constants import Ref, map_references
 from smpc.tracer.ir import Autocast, Node, NodeKind, TensorSpec, Trace
 from smpc.tracer.replay import evaluate
 
-HANDED_ON, TOGETHER = -1, -2  # in place of bytes: it is the result's gradient; it lies beside an earlier input's
+HANDED_ON, TOGETHER = -1, -2  # in place of bytes: it is the result's gradient; it is beside an earlier input's
 _OF_TORCH = ("torch.", "_operator.", "builtins.")
 _DEVICE = torch.device("cpu")
 Stride = tuple[int, ...]

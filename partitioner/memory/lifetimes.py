@@ -236,7 +236,7 @@ def lifetimes(
 ) -> Lifetimes:
     """Lifetimes of a stage that runs the nodes at `positions`, in order of execution.
 
-    The backward pass starts with gradients of the nodes at `roots`, and at `arriving`, which other stages send; the latter lie in
+    The backward pass starts with gradients of the nodes at `roots`, and at `arriving`, which other stages send; the latter are in
     buffers that are not counted here. `kept` are the storages that are held until then; None: what autograd saves. `exact`: without, no
     operation is run alone, which takes a millisecond for each kind, and all is assumed.
     """
@@ -355,7 +355,7 @@ class _Backward:
         if before is None:
             self.held[source] = [block]
             return self.live
-        if self.nodes[source].spec is None:  # parts of a tuple lie beside each other
+        if self.nodes[source].spec is None:  # parts of a tuple are beside each other
             before.append(block)
             return self.live
         if apart or before[0][1] > 1:

@@ -40,7 +40,7 @@ class ChainProblem:
     in_flight: tuple[int, ...]  # by stage
     cut_depth: tuple[int, ...] = ()  # empty: all zero
     cut_bytes: tuple[int, ...] = ()
-    forbidden: tuple[int, ...] = ()  # positions where no cut may lie
+    forbidden: tuple[int, ...] = ()  # positions where no cut may be
 
     def __post_init__(self) -> None:
         for column in (self.cut_depth, self.cut_bytes):

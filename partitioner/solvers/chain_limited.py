@@ -6,7 +6,7 @@ limit, the smallest bottleneck, and then the cheapest cuts, as `smpc.partitioner
 
 Peaks do not grow with the interval: to cut later can be to send less. So both are dynamic programs over all ends of a
 stage, best[s][j] = min over i of max(best[s - 1][i], value of i..j), kept small by windows: within a bottleneck B and
-a peak P, cut s lies between the earliest and the latest position that B allows by cost and P by the memory that no
+a peak P, cut s is between the earliest and the latest position that B allows by cost and P by the memory that no
 peak is below, and both of these do grow. B (or P) starts at the optimum of the chain without peaks and is raised
 until the program has a solution; one that is within B is optimal.
 
@@ -134,7 +134,7 @@ def fits(chain: LimitedChain, limit: int) -> bool:
 def _rising_limited_chain(
     chain: LimitedChain, start: float, values: Values, windows: Callable[[float], list[tuple[int, int]] | None]
 ) -> tuple[float, tuple[int, ...]] | None:
-    """The smallest largest value of a partition, and its ends; a partition of value v lies in windows(v)."""
+    """The smallest largest value of a partition, and its ends; a partition of value v is in windows(v)."""
     best: tuple[float, tuple[int, ...]] | None = None
     for raised in _RAISES:
         bound = start * raised if raised < math.inf else math.inf

@@ -56,7 +56,7 @@ class LoadProblem:
     kind_of: tuple[int, ...]
     order: nx.DiGraph[int]
     values: tuple[Value, ...]
-    in_row: bool = True  # stages lie on the devices in the order given, not in any
+    in_row: bool = True  # stages are on the devices in the order given, not in any
     may_idle: bool = False  # devices may have no stage
 
     def __post_init__(self) -> None:

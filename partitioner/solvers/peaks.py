@@ -296,7 +296,7 @@ def _state_storages(graph: Graph) -> frozenset[int]:
 
 
 def _peaks_from(length: int, index: IntArray, amount: IntArray) -> IntArray:
-    """By interval end j = index + 1, ...: the sum of the amounts whose node lies inside."""
+    """By interval end j = index + 1, ...: the sum of the amounts whose node is inside."""
     change = np.zeros(length + 1, dtype=np.int64)
     np.add.at(change, np.clip(index, 0, length), amount)
     sums: IntArray = np.cumsum(change)[:length]

@@ -119,7 +119,7 @@ def script(rank, _, checkpoints, splits_a_layer):
     model = smp.DistributedModel(module)
     x = torch.randn(8, 4)
     if splits_a_layer:
-        with pytest.raises(PartitionError, match=r"on one partition, found that layers\.1 lies on stages 0, 1"):
+        with pytest.raises(PartitionError, match=r"on one partition, found that layers\.1 is on stages 0, 1"):
             train_step(model, x)
         smp.barrier()  # a rank that ends takes its connections along, and the other may not have heard yet
         return None

@@ -1,4 +1,4 @@
-"""What a script does with parameters that lie on other ranks: right, or an error or a warning that says so."""
+"""What a script does with parameters that are on other ranks: right, or an error or a warning that says so."""
 
 import copy
 import math
@@ -43,7 +43,7 @@ def scripts_lines(rank, folder):
             UsageError, match=rf"on pipeline ranks? .*{1 - rank}.*pipeline rank {rank} has no values of it"
         ):
             line()
-    with pytest.raises(UsageError, match=f"^sum: parameter '{name}' lies on pipeline rank {1 - rank}"):
+    with pytest.raises(UsageError, match=f"^sum: parameter '{name}' is on pipeline rank {1 - rank}"):
         other.sum()
     with pytest.warns(UserWarning, match=r"but a sum over all of them \(a norm\) is that of this rank alone") as found:
         assert [p.grad for p in absent for _ in range(2)] == [None] * 2 * len(absent)
@@ -78,7 +78,7 @@ def scripts_lines(rank, folder):
     assert math.isfinite(other.sum())
     train_step(model, feed(ids[1]), 1.0)
     assert other.numel() == 0
-    with pytest.raises(UsageError, match="lies on pipeline rank"):
+    with pytest.raises(UsageError, match="is on pipeline rank"):
         other.sum()
     return state
 
@@ -119,6 +119,6 @@ def penalty(rank, folder):
 def test_a_weight_penalty_in_a_step_function_ends_the_job(tmp_path):
     """It had the last stage's parameters alone, in the loss and in the gradients."""
     with pytest.raises(
-        AssertionError, match=r"square: parameter '\S+' lies on pipeline rank 0, and pipeline rank 1 has no values"
+        AssertionError, match=r"square: parameter '\S+' is on pipeline rank 0, and pipeline rank 1 has no values"
     ):
         run_workers(penalty, 2, tmp_path)

@@ -345,10 +345,10 @@ def refused(rank, folder):
     pairs = [(m, p) for m, p in zip(average, job.model.parameters(), strict=True) if not p.numel()]
     assert pairs
     for mean, parameter in pairs:
-        with torch.no_grad(), pytest.raises(UsageError, match=r"^lerp_: parameter .* lies on pipeline rank"):
+        with torch.no_grad(), pytest.raises(UsageError, match=r"^lerp_: parameter .* is on pipeline rank"):
             mean.lerp_(parameter, 0.5)
     optimizer = job.optimizer(torch.optim.LBFGS(job.model.parameters(), max_iter=1))
-    with pytest.raises(UsageError, match="lies on pipeline rank"):
+    with pytest.raises(UsageError, match="is on pipeline rank"):
         optimizer.step(lambda: job.train(1).mean())
 
 

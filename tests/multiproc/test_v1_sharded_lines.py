@@ -1,4 +1,4 @@
-"""What scripts do beside steps while parameters lie in parts: optimizers made before, calls without steps, views, evaluation, names."""
+"""What scripts do beside steps while parameters are in parts: optimizers made before, calls without steps, views, evaluation, names."""
 
 import pytest
 import torch

@@ -131,7 +131,7 @@ class PackedSequences(nn.Module):
 
 
 class SizesAsTensors(nn.Module):
-    """A parameter resized to what an input says: tensors stand where numbers are expected."""
+    """A parameter resized to what an input says: tensors are where numbers are expected."""
 
     def __init__(self):
         super().__init__()

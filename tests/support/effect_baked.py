@@ -105,7 +105,7 @@ class ShapeOfABuffer(Reader):
 
 
 def clip_to(value):
-    """A global of this name would stand before Python's own `round`."""
+    """A global of this name would come before Python's own `round`."""
     return float(round(value, 1))
 
 

@@ -25,7 +25,7 @@ LAYOUTS = ("contiguous", "row slices", "every other column", "transposed", "expa
 
 
 def made(shape, dtype, device="cpu", layout="contiguous", scale=1.0):
-    """Random values of `shape`, times `scale`, that lie in memory as `layout` says."""
+    """Random values of `shape`, times `scale`, that are in memory as `layout` says."""
 
     def numbers(*sizes):
         return (torch.randn(sizes, device=device) * scale).to(dtype)

@@ -22,7 +22,7 @@ def chosen(cases: Sequence[Case], count: int) -> set[int]:
         best = max(
             rest, key=lambda index: (len(cases[index] & missing), min((abs(index - k) for k in kept), default=0))
         )
-        if not cases[best] & missing:  # what is missing stands in kept cases alone
+        if not cases[best] & missing:  # what is missing is in kept cases alone
             missing = set()
             continue
         kept.append(best)

@@ -12,7 +12,7 @@ LR = 0.01
 class Model(nn.Module):
     """Linear layers and a buffer; the output is multiplied by `gain`.
 
-    If asked for, the middle layers are distributed, and the first and the last one, which lie on different stages, share their weight.
+    If asked for, the middle layers are distributed, and the first and the last one, which are on different stages, share their weight.
     """
 
     def __init__(self, distributed=False):

@@ -11,7 +11,7 @@ right, otherwise the recording is refused. An error that the model's own code ca
 `Ownership`: whose tensors a module reads while it runs, its own, under their own names, or others'. Calling a module again gives what it
 gave only if it reads then what it has read while it was recorded. These are told by identity:
 
-    torch.func.functional_call(self.block, weights, x)      other tensors stand in the block's tables when it is called
+    torch.func.functional_call(self.block, weights, x)      other tensors are in the block's tables when it is called
     self.block.weight = other; self.block(x)                the same
     F.linear(x, self.list[0].weight)                        in `forward` of a module that the weight does not belong to
 
@@ -101,7 +101,7 @@ class Ownership:
     def rebound(self, opened: OpenCall) -> Iterator[tuple[str, Tensor]]:
         """Buffers that an ending call has rebound, by name: its module's own or, when the model's call ends, the remaining ones.
 
-        Where other tensors stand in their places for the time of the call, whoever has put them there takes them away.
+        Where other tensors are in their places for the time of the call, whoever has put them there takes them away.
         """
         is_model = opened.index == 0
         for module in tables_in(opened.module) if is_model else () if opened.is_swapped else (opened.module,):

@@ -15,7 +15,7 @@ and otherwise refused, with the reason. The new nodes carry measured FLOPs, byte
 
 `select_rewrites` chooses among the rewrites by a setting (`smpc.kernels.setting`).
 
-`splice` makes the trace with nodes replaced: the same Python, the same inputs and outputs, other calls. The new nodes stand where the
+`splice` makes the trace with nodes replaced: the same Python, the same inputs and outputs, other calls. The new nodes are where the
 last replaced one stood, under the module call that it was in: other replaced nodes that are read on (`Replacement.also`) move there. A
 module call that lost nodes cannot be
 made any more, since the module would compute what was replaced: its arguments become `Opaque`, which has the splitter write it out

@@ -4,7 +4,7 @@ The problem has the strategies of each operation, the users of each value, and c
 
 Terms
     part      a node with all that play its part in equal blocks, by the position of the first: they get the same strategy
-    option    a strategy that a part may run by; a parameter's are layouts to lie in
+    option    a strategy that a part may run by; a parameter's are layouts that it may have
 
 Costs are in bytes sent by a rank, summed over a trace: the bytes of the conversions, `latency_bytes` for each collective, the work that
 ranks repeat (as the bytes that could be sent meanwhile), and `state` for each byte of weights, gradients and optimizer state that a rank
@@ -65,7 +65,7 @@ _FREE = 1e-3  # of a collective's latency: a step that sends nothing, so the sho
 
 Restriction = Callable[
     [Node, Strategy], bool
-]  # whether a node may run by a strategy; of a parameter: lie in its output
+]  # whether a node may run by a strategy; of a parameter: have the layout of its output
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,7 @@ beginning of the name. Parameters that no pattern names stay whole. The rest of 
     replicate        whole                                       whole               whole
 
 `colwise_rep`, `colwise_gather_output` are colwise, `rowwise_rep`, `embedding_rowwise`, `rowwise_split_input` rowwise: what their names add
-is how outputs and inputs lie, which the search decides. `replicated_with_grad_allreduce` and the like are replicate.
+is how outputs and inputs are laid out, which the search decides. `replicated_with_grad_allreduce` and the like are replicate.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class StylePlan:
 
     `whole`: names of modules whose parameters every rank has whole, whatever else is said. `experts`: how ranks can have slices of those
     that are called whole. `by_expert`: of modules whose experts ranks can have some of, the names, and the attributes that count experts.
-    `segmented`: the same of modules of products on rows that lie expert by expert.
+    `segmented`: the same of modules of products on rows that are grouped by expert.
     """
 
     styles: tuple[tuple[str, str], ...] | None = None
@@ -171,7 +171,7 @@ class _Whole:
         )
 
     def fits(self, name: str, layout: Layout) -> bool:
-        """Whether a parameter may lie so."""
+        """Whether a parameter may have this layout."""
         return name not in self._names or layout.kind is not LayoutKind.SHARDED
 
 
@@ -189,7 +189,7 @@ class _Restriction(_Whole):
         self._fixed = None if plan.layouts is None else dict(plan.layouts)
 
     def allows(self, node: Node, strategy: Strategy) -> bool:
-        """Parameters must lie as the plan says; a module called whole has its parameters to itself."""
+        """Parameters must have the plan's layouts; a module called whole has its parameters to itself."""
         if not super().allows(node, strategy):
             return False
         if node.kind is NodeKind.GET_ATTR:

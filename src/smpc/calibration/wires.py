@@ -5,7 +5,7 @@
 
 A message is timed through the transport that steps use (`smpc.executor.measure.link_measurement`), a collective of replicas as torch has
 it, with the copies into and out of the buffers that it goes through, in several sizes, and those between operations as
-`smpc.executor.collectives` has them. All of them are timed where they stand: what a row of products takes longer with a collective after
+`smpc.executor.collectives` has them. All of them are timed where they are: what a row of products takes longer with a collective after
 each. There each rank waits until the other is done with its product as well, and none of what the other has written is in a cache.
 """
 

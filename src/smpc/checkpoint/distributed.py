@@ -140,7 +140,7 @@ class DistributedSource:
         try:
             if info.begin < 0 or info.length < 0 or info.begin + info.length > os.fstat(descriptor).st_size:
                 place = f"at bytes {info.begin} to {info.begin + info.length}"
-                raise CheckpointError(f"{path}: truncated: {printable(key)} lies {place}")
+                raise CheckpointError(f"{path}: truncated: {printable(key)} is {place}")
             return load_tensors(_pread(descriptor, info.length, info.begin), f"{path}: {printable(key)}")
         except OSError as error:
             raise CheckpointError(f"cannot read {path}: {error.strerror}") from error
@@ -151,7 +151,7 @@ class DistributedSource:
         info = self._found.stored.get((key, offsets))
         if info is None:
             raise CheckpointError(
-                f"{self._folder}: {METADATA} does not say where {printable(key)} at {list(offsets)} lies"
+                f"{self._folder}: {METADATA} does not say where {printable(key)} at {list(offsets)} is"
             )
         if os.path.basename(info.file) != info.file or info.file in ("", ".", ".."):
             raise CheckpointError(

@@ -242,7 +242,7 @@ def _room_for_module_tensor(name: str, entry: Entry, parameter: Tensor, known: o
     if isinstance(parameter, DTensor) and torch.Size(entry.shape).numel() != 1:
         raise CheckpointError(
             f"optimizer {printable(name)}: has the shape {list(entry.shape)}, its parameter is a DTensor of {list(parameter.shape)}, so "
-            "where it lies is not known; take one step before loading"
+            "its place is not known; take one step before loading"
         )
     device = parameter.device if entry.shape else torch.device("cpu")  # counts of steps
     return torch.empty(entry.shape, dtype=entry.dtype, device=device)

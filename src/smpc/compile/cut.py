@@ -367,7 +367,7 @@ def _with_memory_of(plan: Plan, other: Plan) -> Plan:
 def _check_cut_keeps_checkpoints_whole(plan: Plan) -> None:
     """PartitionError if a partition by hand cuts through a checkpointed module."""
     wrong = [
-        f"{name or 'the model'} lies on stages {', '.join(map(str, stages))}" for name, stages in plan.split_checkpoints
+        f"{name or 'the model'} is on stages {', '.join(map(str, stages))}" for name, stages in plan.split_checkpoints
     ]
     if wrong:
         raise PartitionError(

@@ -170,7 +170,7 @@ class PipelineOptions(CompilationKeys):
 
     @property
     def context_group(self) -> Group:
-        """The ranks that share a sequence: tensor-parallel ranks are neighbours, these lie around them."""
+        """The ranks that share a sequence: tensor-parallel ranks are neighbours, these are around them."""
         tensor, context = self.tensor_parallel_degree, self.context_parallel_degree
         return Group(context, max(1, min(context, self.devices[0].devices_per_host // tensor)))
 

@@ -63,7 +63,7 @@ class Sharding(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class StepSurroundings:
-    """What a pipeline's ranks lie in: the devices of its ranks, the groups that share operations, and replicas.
+    """What a pipeline's ranks are in: the devices of its ranks, the groups that share operations, and replicas.
 
     `replicas` have the same parameters; those of a group of `context` share sequences.
     """

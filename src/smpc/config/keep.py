@@ -1,4 +1,4 @@
-"""How long the blocks of a model whose parameters lie in parts stay whole: the rule by which scripts shard, and plans predict memory."""
+"""How long the blocks of a model whose parameters are in parts stay whole: the rule by which scripts shard, and plans predict memory."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Experts on the ranks of a group: tokens go to the ranks of their experts, and what the experts make of them comes back.
 
     rows, plan = dispatch(hidden, index, num_experts, group)      hidden [N, H], index [N, k]: the k experts of every token
-    outputs = experts(rows, plan.counts)                          this rank's experts, on their rows, which lie expert by expert
+    outputs = experts(rows, plan.counts)                          this rank's experts, on their rows, which are grouped by expert
     result = combine(outputs, plan, weights, group)               [N, H]: the weighted sums
 
 What is used by other parts of smpc, and stays as it is:

@@ -3,7 +3,7 @@
 Terms
     slot        place j of token n among its k experts, numbered n k + j; `index[n, j]` is the expert, 0 to E - 1. Any other number means
                 that nobody serves the slot: it adds nothing
-    row         what an expert gets: a copy of a token. Rows lie expert by expert, and within an expert by the rank that they came from,
+    row         what an expert gets: a copy of a token. Rows are grouped by expert, and within an expert by the rank that they came from,
                 then by slot
     way         all_to_all: ranks tell each other how many rows they send, then send them (one wait of the host for the device a layer);
                 all_gather: every rank gets all tokens and takes those of its own experts, for small groups
@@ -45,7 +45,7 @@ _NONE = ShuffleTraffic((), (), 0)
 class DispatchPlan:
     """Where the rows of one call came from. `counts`: rows of each of this rank's experts, in order; their sum is the number of rows.
 
-    `by_rank`, where rows do not lie expert by expert, but as they arrived: by rank, the rows for each of this rank's experts.
+    `by_rank`, where rows are not grouped by expert, but as they arrived: by rank, the rows for each of this rank's experts.
     """
 
     counts: tuple[int, ...]
@@ -61,7 +61,7 @@ class DispatchPlan:
     room: int = 0  # tokens of each rank, with all_gather: of the rank that has most
 
     def index(self, device: torch.device | str | None = None) -> Tensor:
-        """[R] int64: the expert of every row, counted among this rank's; ascending, where rows lie expert by expert."""
+        """[R] int64: the expert of every row, counted among this rank's; ascending, where rows are grouped by expert."""
         device = self.source.device if device is None else device
         blocks = self.by_rank or (self.counts,)
         local = torch.arange(len(self.counts), device=device).repeat(len(blocks))
@@ -92,7 +92,7 @@ def dispatch(
 ) -> tuple[Tensor, DispatchPlan]:
     """The rows [R, H] of this rank's experts, and the plan that brings their outputs back.
 
-    Unless `is_sorted`, rows may lie in any order, which is cheaper; `plan.index()` says which expert each is for.
+    Unless `is_sorted`, rows may be in any order, which is cheaper; `plan.index()` says which expert each is for.
 
     `hidden` is [N, H], `index` [N, k] of integers. With a `capacity`, N may differ between ranks, the capacity may not. Raises UsageError
     for shapes that do not fit, ConfigError for a way that does not exist, a capacity below 1, or fewer experts than ranks.
@@ -199,7 +199,7 @@ def _traffic_of_counts(
 def _by_expert(local: list[list[int]], device: torch.device) -> tuple[Tensor, Tensor] | None:
     """Where the rows of each expert arrived, if they come by rank, then by expert; None if that is their order already.
 
-    And the inverse: where the rows that arrived lie.
+    And the inverse: where the rows that arrived are.
     """
     if len(local) == 1 or len(local[0]) == 1:
         return None

@@ -11,13 +11,13 @@ drawn again from the same state, buffers get their values back, inputs are copie
 second run alone. UsageError if the runs pass different rows: then what one expert gets depends on what another returned, and these are no
 experts. An expert must treat every row alike, whatever the others are, and take nothing but rows.
 
-The modules of the experts stay where they are. Those of other ranks have no parameters: under their names lie tensors on the meta device.
+The modules of the experts stay where they are. Those of other ranks have no parameters: under their names are tensors on the meta device.
 Whoever `keeps` their parameters leaves nothing in them (no rows), and they stay the objects that optimizers know.
 
 A recorder calls a block whole, and runs copies of it on invented values. These send nothing: one of this rank's experts serves the rows of
 all, so that shapes are right, and costs those of experts chosen evenly.
 
-Where parameters lie `in_parts` on ranks that hold the same experts, these are served inside of a call of their container, whose hooks
+Where parameters are `in_parts` on ranks that hold the same experts, these are served inside of a call of their container, whose hooks
 gather them. All of them are then called whenever gradients are wanted, those without rows on one that is nobody's, as all ranks average the
 same gradients. Which experts this rank's blocks have called says which have gradients in one process.
 """
@@ -66,7 +66,7 @@ class ListedBlock:
     outside: list[nn.Module]  # the modules of the block that are not in an expert
     keeps: bool = False
     in_parts: bool = False
-    container: nn.Module | None = None  # whose hooks gather what lies in parts
+    container: nn.Module | None = None  # whose hooks gather what is in parts
     absent: nn.Module | None = None  # an expert on the meta device, for what it returns
     is_invented: bool = False  # a recorder's copy
     wanted: set[int] = field(default_factory=set)  # the experts that were called where gradients are wanted
@@ -205,7 +205,7 @@ class ListedBlock:
         return back
 
     def _served(self, rows: Tensor, counts: tuple[int, ...], width: torch.Size) -> Tensor:
-        """This rank's experts on the rows of all ranks. Those without rows are not called, but for what lies in parts; without any, the
+        """This rank's experts on the rows of all ranks. Those without rows are not called, but for what is in parts; without any, the
         result is connected.
         """
         needs_all = self.in_parts and torch.is_grad_enabled()
@@ -288,7 +288,7 @@ def spread_out(
 ) -> ListedBlock:
     """Leaves this rank its experts, in place. Their parameters stay the same objects; those of the others are dropped.
 
-    `keeps`: they are not; the caller has left nothing in them, or will before the block is called. `in_parts`: what stays will lie in
+    `keeps`: they are not; the caller has left nothing in them, or will before the block is called. `in_parts`: what stays will be in
     parts on the ranks that hold the same.
     """
     members = found.members

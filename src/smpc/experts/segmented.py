@@ -1,4 +1,4 @@
-"""Products of experts on rows that lie expert by expert: forward(rows [R, in], sizes) to [R, out], `sizes` a list of E numbers of rows.
+"""Products of experts on rows that are grouped by expert: forward(rows [R, in], sizes) to [R, out], `sizes` a list of E numbers of rows.
 
     >>> experts.weight.shape, experts(rows, [3, 0, 5, 1]).shape        # doctest: +SKIP
     (torch.Size([4, 48, 32]), torch.Size([9, 48]))

@@ -99,7 +99,7 @@ def _drawn_order(sizes: list[int], seed: int, rank: int, device: torch.device) -
     pairs = torch.bincount(owner * len(sizes) + owner[place], minlength=len(sizes) ** 2).view(len(sizes), -1)
     traffic = ShuffleTraffic(tuple(pairs[rank].tolist()), tuple(pairs[:, rank].tolist()), int(pairs.max()))
     leaving = torch.argsort(place[own])  # by rank, and in each by the place that it goes to
-    # What arrives lies by the rank that it came from, and in each by place.
+    # What arrives is in the order of the ranks that it came from, and within a rank by place.
     came_from = owner[order[own]]
     sorted_places = torch.argsort(came_from, stable=True)  # place among mine of the j-th that arrives
     arriving = torch.empty_like(sorted_places)

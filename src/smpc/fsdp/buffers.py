@@ -1,6 +1,6 @@
 """Floating-point buffers in the dtype that units compute in, while state dicts have them as they were.
 
-    between steps     module.scale is bf16, cast once; the fp32 values lie beside it
+    between steps     module.scale is bf16, cast once; the fp32 values are beside it
     state_dict()      fp32: what was there, and where forward has changed the buffer since, what it has now
     load_state_dict   fills both
 

@@ -5,7 +5,7 @@ Terms
     T, tensor          tp_rank: which slice of the tensor-parallel modules it holds
     D, reduced data    rdp_rank: its place among the ranks that have the same part and slices of the model. It is made of
         R, replica     which copy of the parameters
-        S, shard       which part of that copy, where parameters lie in parts (FSDP)
+        S, shard       which part of that copy, where parameters are in parts (FSDP)
         C, context     which slice of the sequence; its ranks hold parts of parameters, too
     placement          a permutation of the letters D, P, T; the right-most varies fastest over global ranks.
                        `cluster` is DPT (a replica on neighbours), `spread` is TPD (a replica far apart). D means RSC in this order
@@ -47,7 +47,7 @@ reference of SMP v1.
 The degrees of a job, and the rules between them: pure arithmetic, checked before any process group is made.
 
     pipeline x replica x shard x context x tensor = number of processes        replica is what the others leave
-    expert divides shard x context, or replica x context where shard is 1      expert ranks lie inside of those
+    expert divides shard x context, or replica x context where shard is 1      expert ranks are inside of those
 
     >>> degrees_that_break = Degrees(world_size=8, tensor=2, shard=2, expert=4)
     >>> check_degrees(degrees_that_break)

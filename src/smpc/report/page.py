@@ -101,7 +101,7 @@ def _hash(text: str) -> str:
 
 
 def _embedded_in_page(data: Any) -> str:
-    """JSON that can stand in a script element: it cannot end it, whatever the strings hold."""
+    """JSON that can be in a script element: it cannot end it, whatever the strings hold."""
     text = json.dumps(data, separators=(",", ":"), allow_nan=False)
     return text.replace("&", "\\u0026").replace("<", "\\u003c").replace(">", "\\u003e")
 

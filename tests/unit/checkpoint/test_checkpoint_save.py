@@ -250,6 +250,6 @@ def test_the_first_holder_writes_what_varies():
 
 
 def test_boxes_that_do_not_fit():
-    with pytest.raises(CheckpointError, match="does not lie in a tensor"):
+    with pytest.raises(CheckpointError, match="is not in a tensor"):
         Shard.of("model", "w", torch.ones(2), (4,), (3,))
     assert Box((0, 0), (2, 2)) & Box((2, 0), (1, 1)) is None

@@ -677,7 +677,7 @@ def test_with_a_pipeline():
 
 @pytest.mark.slow
 def test_with_a_pipeline_and_weights_on_both_ends():
-    """GPT-2's embedding is its head: slices of it lie on both stages."""
+    """GPT-2's embedding is its head: slices of it are on both stages."""
     torch.manual_seed(0)
     model, inputs = gpt2()
     check_pipeline(model, inputs, lambda output: [(output.loss / 2, None)])

@@ -1,4 +1,4 @@
-"""Products of experts on rows that lie expert by expert, inside of a block that is called whole: ranks have some of the experts each."""
+"""Products of experts on rows that are grouped by expert, inside of a block that is called whole: ranks have some of the experts each."""
 
 import copy
 

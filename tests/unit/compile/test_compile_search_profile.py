@@ -89,7 +89,7 @@ def test_guesses_are_near_plans_for_all_degrees(known):
         ratios.append((guess.peak / max(rank_peaks(plan).values()), candidate))
     off = [(round(ratio, 3), candidate) for ratio, candidate in ratios if not 0.9 <= ratio <= 1.1]
     assert len(off) <= len(ratios) // 10, off
-    assert all(0.75 <= ratio <= 1.5 for ratio, _ in off), off  # where what is computed again cannot lie in one stage
+    assert all(0.75 <= ratio <= 1.5 for ratio, _ in off), off  # where what is computed again cannot be in one stage
 
 
 def test_a_microbatch_that_was_not_recorded_is_guessed_from_another_size(known):

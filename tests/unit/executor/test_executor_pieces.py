@@ -1,4 +1,4 @@
-"""Pieces of a dimension: every rank's, and the orders in which they stand."""
+"""Pieces of a dimension: every rank's, and the orders in which they are."""
 
 import pytest
 import torch

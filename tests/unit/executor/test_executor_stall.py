@@ -1,4 +1,4 @@
-"""Where ranks stand when a job stalls, and which one is blamed."""
+"""Where ranks are when a job stalls, and which one is blamed."""
 
 import itertools
 import json
@@ -67,7 +67,7 @@ def test_the_report_names_place_and_stack():
     assert (report.rank, report.is_stall) == (1, True)
     assert str(report).splitlines() == [
         "rank 1 stalled, nothing moved for 30 s: place of 1, busy for 10 s:",
-        "the ranks stand at",
+        "the ranks are at",
         "  rank 0: place of 0, waiting for 10 s",
         "  rank 1: place of 1, busy for 10 s",
         "the Python stack of rank 1, innermost call last",

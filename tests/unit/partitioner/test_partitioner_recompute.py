@@ -64,7 +64,7 @@ def test_layers_that_lie_on_several_stages_of_a_rank():
 def test_a_manual_cut_through_a_region_is_an_error():
     marks = ManualPartition((("layers.0", 0), ("layers.1.0", 0), ("layers.1.1", 1), ("layers.2", 1)), 1)
     with pytest.raises(
-        PartitionError, match=r"every checkpointed module on one partition, found that layers\.1 lies on stages 0, 1"
+        PartitionError, match=r"every checkpointed module on one partition, found that layers\.1 is on stages 0, 1"
     ):
         compile_model(Layers(), torch.zeros(4, 4), pipeline_parallel_degree=2, manual=marks)
 

@@ -213,18 +213,18 @@ def test_what_a_script_does_in_an_update_finds_absent_parameters_as_ever():
     def weight_penalty(*_):
         return here.norm() + away.norm()
 
-    with pytest.raises(UsageError, match="parameter 'away' lies on pipeline rank 1"):
+    with pytest.raises(UsageError, match="parameter 'away' is on pipeline rank 1"):
         optimizer.step(weight_penalty)
     hook = optimizer.register_step_pre_hook(weight_penalty)
-    with pytest.raises(UsageError, match="parameter 'away' lies on pipeline rank 1"):
+    with pytest.raises(UsageError, match="parameter 'away' is on pipeline rank 1"):
         optimizer.step()
     hook.remove()
     hook = register_optimizer_step_post_hook(weight_penalty)
     try:
-        with pytest.raises(UsageError, match="parameter 'away' lies on pipeline rank 1"):
+        with pytest.raises(UsageError, match="parameter 'away' is on pipeline rank 1"):
             optimizer.step()
     finally:
         hook.remove()
     optimizer.optimizer.step = weight_penalty
-    with pytest.raises(UsageError, match="parameter 'away' lies on pipeline rank 1"):
+    with pytest.raises(UsageError, match="parameter 'away' is on pipeline rank 1"):
         optimizer.step()

@@ -1,4 +1,4 @@
-"""Parts of parameters in an optimizer's groups: where they lie in the whole, whose memory they have, what becomes of their state."""
+"""Parts of parameters in an optimizer's groups: where they are in the whole, whose memory they have, what becomes of their state."""
 
 import torch
 from hypothesis import given

@@ -11,7 +11,7 @@ RMSNorm, written out or by torch's name, becomes `smpc.kernels.rms_norm.rms_norm
     x * rsqrt(mean(x ** 2, -1) + eps) * (weight + offset)
 
 as Llama, T5, Qwen (offset 0) and Gemma (offset 1) write it, with 1 / sqrt or a power of -0.5 in place of rsqrt, squares as products,
-casts to fp32 and back anywhere, and with or without a weight. `eps` and `offset` are the numbers that stand there.
+casts to fp32 and back anywhere, and with or without a weight. `eps` and `offset` are the numbers that are there.
 
 A residual sum and its norm become one op: `add_rms_norm` and `add_layer_norm` of `smpc.kernels`.
 

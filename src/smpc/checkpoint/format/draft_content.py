@@ -59,7 +59,7 @@ class Shard:
             for start, size, whole in zip(self.offsets, self.shape, self.global_shape, strict=True)
         ):
             raise CheckpointError(
-                f"{self.kind} {printable(self.name)}: a shard of shape {list(self.shape)} at {list(self.offsets)} does not lie in a tensor "
+                f"{self.kind} {printable(self.name)}: a shard of shape {list(self.shape)} at {list(self.offsets)} is not in a tensor "
                 f"of shape {list(self.global_shape)}"
             )
 

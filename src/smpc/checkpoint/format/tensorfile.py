@@ -245,7 +245,7 @@ def _tensor_of_header(values: Any, data: int) -> tuple[torch.dtype, tuple[int, .
     if any(type(number) is not int or not 0 <= number < 1 << 62 for number in (begin, end)):
         raise ValueError("an offset is not a whole number")
     if end - begin != num_bytes(shape, dtype):
-        raise ValueError(f"{num_bytes(shape, dtype)} bytes of a tensor lie in {end - begin}")
+        raise ValueError(f"{num_bytes(shape, dtype)} bytes of a tensor are in {end - begin}")
     return dtype, shape, data + begin
 
 

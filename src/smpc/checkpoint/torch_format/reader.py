@@ -122,7 +122,7 @@ def _as_torch(found: DistributedMetadata, path: str) -> Metadata:
     for (name, offset), info in found.stored.items():
         if os.path.basename(info.file) != info.file or info.file in ("", ".", "..") or not info.is_plain:
             raise CheckpointError(
-                f"{path}: refused: {printable(name)} lies in {printable(info.file)!r}, which torch.save did not write here"
+                f"{path}: refused: {printable(name)} is in {printable(info.file)!r}, which torch.save did not write here"
             )
         is_tensor = found.entries.get(name) is not None
         storage[MetadataIndex(name, offset if is_tensor else None)] = _StorageInfo(info.file, info.begin, info.length)

@@ -69,7 +69,7 @@ class EstimatedState:
         return EstimatedState(*(whole - some + some // degree for whole, some in pairs))
 
     def least(self, sharding: Sharding, shape: Shape, activations: float = 0.0) -> float:
-        """Bytes that all ranks of a pipeline hold at least, at some time of a step. Where blocks gather their own, others lie in parts."""
+        """Bytes that all ranks of a pipeline hold at least, at some time of a step. Where blocks gather their own, others are in parts."""
         size = shape.num_holders
         if sharding is Sharding.FULL and size > 1 and shape.runs_as_it_is:
             return (self.parameters + self.optimizer) / size + self.buffers + max(self.gradients / size, activations)

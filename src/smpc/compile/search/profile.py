@@ -195,7 +195,7 @@ class Profile:
     seconds: FloatArray  # [n] forward and backward
     forward_seconds: FloatArray  # [n]
     compute: IntArray  # [n] positions in the trace
-    pieces: IntArray  # where cuts may lie, 0 and n included
+    pieces: IntArray  # where cuts may be, 0 and n included
     depth: FloatArray  # [n] modules that a cut before an operation breaks
     crossing: FloatArray  # [n] bytes that cross such a cut
     leaves: FloatArray  # [n] of these, what no operation after the cut saves
@@ -309,7 +309,7 @@ class Profile:
 
     def _with(self, again: str, num_stages: int) -> tuple[FloatArray, FloatArray, FloatArray, FloatArray, IntArray]:
         """With what is computed again in so many stages: seconds, bytes saved up to each, bytes at work, bytes between the parts of a
-        split backward, and where cuts may lie.
+        split backward, and where cuts may be.
         """
         spans, kept = self.regions.get(again, (np.zeros((0, 2), dtype=np.int64), 1.0))
         plain = self.saved.own

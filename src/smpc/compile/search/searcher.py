@@ -13,7 +13,7 @@ How. There may be a million candidates, each of which takes a second to plan, an
 what looks best to what looks worst, by a guess (`smpc.compile.search.estimate`):
 
     shape       degrees, places and microbatches. Its bound is that of its FLOPs at peak, its guess made from one recorded microbatch
-    candidate   a shape that looked best is recorded and rewritten (`workloads`), and stands in the queue once for each way to train it
+    candidate   a shape that looked best is recorded and rewritten (`workloads`), and is in the queue once for each way to train it
     plan        a candidate that looks best is planned as its best contiguous cut for balanced computation (`memory_weight` 0)
 
 A shape or candidate whose lower bound is above 99% of the best step, or whose bound on the peak exceeds the limit, is left alone. A cut

@@ -2,7 +2,7 @@
 
 A shape says who has what: a pipeline of p ranks, each of them t tensor-parallel ranks that share every operation and c context-parallel
 ranks that share every sequence, d replicas of it with p t c d = world size, e of which divide the experts of a mixture among them, where
-they lie, and m microbatches of a replica's part of the batch. A candidate is a shape and how it is trained: the schedule with v stages on
+they are, and m microbatches of a replica's part of the batch. A candidate is a shape and how it is trained: the schedule with v stages on
 a rank, what replicas divide among them (`smpc.compile.step.Sharding`), what is computed again in the backward: what the model itself
 asks for ("model"), or some modules as well (`Again`), and whether what these read waits in the host's memory (`offloading`). The global
 batch is the same for all, so m times d times the size of a microbatch is. Tensor-parallel ranks are neighbours: they talk in every block.
@@ -236,7 +236,7 @@ def context_degrees(world_size: int) -> tuple[int, ...]:
 
 
 def wire(device: Device, mesh: Mesh, axis: Axis) -> Wire:
-    """What the groups of an axis talk over: the wires inside hosts if each group lies in one, else those between hosts.
+    """What the groups of an axis talk over: the wires inside hosts if each group is in one, else those between hosts.
 
     Ranks of a group have the same distance, so groups fill blocks of distance x size ranks; every host has whole blocks, or one is cut.
     """

@@ -4,7 +4,7 @@
     DistributedTransformer         entry, `num_layers` layers, exit; a pipeline may cut it between any two
 
 Both take and return the tuple (hidden_states, attention_mask), or (hidden_states, cross_states, attention_mask, cross_mask) with
-cross-attention, so that layers can stand in an nn.Sequential.
+cross-attention, so that layers can be in an nn.Sequential.
 
 Source: "DistributedTransformerLayer" and "DistributedTransformer" in the public tensor-parallelism reference of SMP v1.
 

@@ -50,7 +50,7 @@ class AbsentPlace:
     def refuse(self, what: str) -> UsageError:
         """The error for an operation that needs its values."""
         return UsageError(
-            f"{what}: parameter {self.name!r} lies {self.text}, and pipeline rank {self.rank} has no values of it; loop over "
+            f"{what}: parameter {self.name!r} is {self.text}, and pipeline rank {self.rank} has no values of it; loop over "
             "model.local_parameters() or local_named_parameters() for what this rank has. What a loss needs of parameters is computed in "
             "the model's forward; model.state_dict(), called on every rank, has all values"
         )
@@ -203,7 +203,7 @@ def _gradient(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str
         _warned.add(line)
         place = place_of(args)
         warnings.warn(
-            f"the gradient of parameter {place.name!r} lies {place.text}, and pipeline rank {place.rank} reads None: what is done to each "
+            f"the gradient of parameter {place.name!r} is {place.text}, and pipeline rank {place.rank} reads None: what is done to each "
             "gradient by itself is right, but a sum over all of them (a norm) is that of this rank alone. For the norm of all, "
             "torch.nn.utils.clip_grad_norm_(model.parameters(), float('inf')); for this rank's gradients, model.local_parameters()",
             stacklevel=3,

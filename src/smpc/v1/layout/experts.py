@@ -114,7 +114,7 @@ class DividedExperts:
             return ExpertReplicas(self.held(stages), group, inner, passes, dividing, called)
 
     def hooks_of_parts(self, stages: Mapping[int, nn.Module], inner: StepHooks | None, passes: int) -> StepHooks | None:
-        """What says which experts have gradients, where they lie in parts and `inner` averages."""
+        """What says which experts have gradients, where they are in parts and `inner` averages."""
         if not self._called.blocks:
             return inner
         group = TensorGroup.of(self._session.groups[Axis.EXPERT_DATA])

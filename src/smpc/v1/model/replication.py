@@ -2,8 +2,8 @@
 
 The configuration chooses the hooks over replicas and tensor-parallel ranks. They are made with the model's stages:
 
-fully_shard                  `StageShards`: parameters lie in parts on the replicas; `ModuleShards` without a pipeline. Experts that ranks
-                             divide lie in parts on the replicas that have the same ones
+fully_shard                  `StageShards`: parameters are in parts on the replicas; `ModuleShards` without a pipeline. Experts that ranks
+                             divide are in parts on the replicas that have the same ones
 several replicas             `StageReplicas`: DistributedDataParallel for each stage
 tensor-parallel modules      around these: `Distribution.hooks`
 experts that ranks divide    around these: `DividedExperts.hooks`

@@ -149,7 +149,7 @@ def _is_ours(name: str, given: list[Tensor]) -> bool:
     found = sum(id(_parameter_of(tensor)) in own for tensor in given)
     if found and found < len(given):
         raise UsageError(
-            f"{name}: expected parameters of the DistributedModel, or none of it, found {found} of them among {len(given)}; it lies on "
+            f"{name}: expected parameters of the DistributedModel, or none of it, found {found} of them among {len(given)}; it is on "
             "several ranks, the others do not: clip them in two calls"
         )
     return bool(found)

@@ -51,14 +51,14 @@ is a few long runs. Small lots, whole, even out what is left.
 
     level  ---------------------------
            | head     | head         |
-           | (rest)   |--------------|     what must stay whole lies at the bottom, small lots on top
+           | (rest)   |--------------|     what must stay whole is at the bottom, small lots on top
            |----------| embedding    |
            | whole    |              |
 
 Parts of parameters, which replace parameters in the optimizer's groups if a rank updates only some of their rows.
 
     parts.adopt(optimizer, range_of)     in the optimizer's groups, parts take the parameters' places; their state is cut to size
-    parts.refresh()                      parts lie in the parameters' memory, and have their gradients' rows
+    parts.refresh()                      parts are in the parameters' memory, and have their gradients' rows
     parts.drop_gradients()
 
 A part is an nn.Parameter that shares the memory of its rows with the parameter: updating it updates the parameter, and an fp32 master of it

@@ -4,7 +4,7 @@
     theirs    names and shapes of the model as Hugging Face has it, which from_pretrained opens
     ours      names and shapes of the model with distributed layers (`smpc.nn.state_format` has the rules between both)
 
-    texts_of(module)          config.json and generation_config.json, to lie beside the tensors
+    texts_of(module)          config.json and generation_config.json, to be beside the tensors
     format_of(module)         the rules, None where ours are theirs; raises CheckpointError where no rules lead to theirs
     Theirs(source, format)    a source of ours, as theirs
     Ours(source, format)      a source of theirs, as ours

@@ -12,7 +12,7 @@ the last microbatch.
 The first gradient that reaches an output of the model schedules the reduction of gradients at the end of that backward pass. The whole
 batch is one microbatch. All replicas must call the model equally often, and differentiate the same outputs.
 
-A call without a backward counts as no step. Where parameters lie in parts, it leaves none of them whole: they may change before the next.
+A call without a backward counts as no step. Where parameters are in parts, it leaves none of them whole: they may change before the next.
 
 Source: public SMP v1 API ("using @smp.step decorators is not required when tensor parallelism is used by itself").
 """

@@ -59,7 +59,7 @@ class SliceCut:
 
     @property
     def pieces(self) -> Pieces:
-        """The pieces of the dimension that is cut, as they stand on this rank."""
+        """The pieces of the dimension that is cut, as they are on this rank."""
         layout, size = self.layout, self.shape[self.layout.dim]
         if not self.is_even:
             return ((self.group.start(size), self.group.share(size)),)

@@ -143,7 +143,9 @@ class Compiler:
         """
         self._context.supervision.allow_compilation()
         recording = self._recording_of_group(signature)
-        if like is None:  # one of this rank's own inputs was rewritten before this program decides how parameters lie
+        if (
+            like is None
+        ):  # one of this rank's own inputs was rewritten before this program decides how parameters are laid out
             self._recorded = None
         planned = self._agreed_plan(recording.trace, like, saved)
         enter(StartPhase.STEP, "compiling")
