@@ -20,6 +20,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from torch import nn
+from torch.distributed.tensor import DTensor
 from torch.utils.hooks import RemovableHandle
 
 from smpc.codegen.printer import attribute_source
@@ -86,16 +87,44 @@ class KeptParameters:
     def __init__(self, model: nn.Module) -> None:
         self._model = model
         self._named = dict(model.named_parameters())
+        self._every = dict(model.named_parameters(remove_duplicate=False))
         self._tables = [(module._parameters, dict(module._parameters)) for module in model.modules()]
+
+    @property
+    def are_there(self) -> bool:
+        """Whether no module has others."""
+        return all(_is_same(table, before) for table, before in self._tables if before or table)
 
     def check(self, *, thoroughly: bool = False) -> None:
         """StepError if one was added, removed or replaced; `thoroughly`: also in new modules."""
-        if not thoroughly and all(_is_same(table, before) for table, before in self._tables if before or table):
+        if not thoroughly and self.are_there:
             return
         now = dict(self._model.named_parameters())
         for name in dict.fromkeys((*self._named, *now)):
             if self._named.get(name) is not now.get(name):
                 raise changed_parameter(name, self._named, now)
+
+    def check_replaced(self) -> None:
+        """StepError unless programs can run over the model's parameters of now in the place of those of then: of the same names, shapes and
+        dtypes, whole, and one where there was one under several names."""
+        now = dict(self._model.named_parameters(remove_duplicate=False))
+        first = {id(parameter): name for name, parameter in reversed(self._every.items())}
+        for name in dict.fromkeys((*self._every, *now)):
+            if name not in now or name not in self._every:
+                raise changed_parameter(name, self._every, now)
+            before, found = self._every[name], now[name]
+            if isinstance(found, DTensor) or (found.shape, found.dtype) != (before.shape, before.dtype):
+                what = "a DTensor" if isinstance(found, DTensor) else f"{found.dtype} of shape {list(found.shape)}"
+                raise StepError(
+                    f"parameter {name!r}: expected {before.dtype} of shape {list(before.shape)}, as when the model was sharded, found "
+                    f"{what}; to shard parameters as well, call fully_shard of the module that shard has returned; convert models before "
+                    "they are sharded"
+                )
+            if found is not now[first[id(before)]]:
+                raise StepError(
+                    f"parameter {name!r}: expected the same as {first[id(before)]!r}, as when the model was sharded, found another one; "
+                    "make them one again, for instance by model.tie_weights()"
+                )
 
 
 def changed_parameter(name: str, before: Mapping[str, Any], now: Mapping[str, Any]) -> StepError:

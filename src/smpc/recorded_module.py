@@ -16,7 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from smpc.changes_after_compile import LateHooks
+from smpc.changes_after_compile import KeptParameters, LateHooks
+from smpc.codegen.program import StageCode
 from smpc.codegen.rewrite.tensor_parallel.rewrite import group_attribute
 from smpc.codegen.stage import StageModule, build_stage
 from smpc.compile.options import PipelineOptions
@@ -46,6 +47,15 @@ class Program:
     source: str
     inputs: tuple[str, ...]
     late_hooks: LateHooks
+    code: StageCode
+    parameters: KeptParameters
+
+    @classmethod
+    def of(cls, model: nn.Module, trace: Trace, traced: Traced, code: StageCode) -> Program:
+        """The program over the model's parameters of now."""
+        device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
+        stage, late_hooks = build_stage(code, model, device), LateHooks(model, trace, [code])
+        return cls(trace, traced, stage, code.source, code.inputs, late_hooks, code, KeptParameters(model))
 
 
 class RecordedModule(nn.Module, ABC):
@@ -81,7 +91,7 @@ class RecordedModule(nn.Module, ABC):
         Raises TraceError for inputs of another signature than the sample's, StepError for a model that has changed since it was
         sharded.
         """
-        program = self._program
+        program = self._program_of_now()
         self._check_model(program)
         values = input_values(program.trace, args, kwargs)
         _check_differentiated(program.trace, values)
@@ -109,10 +119,20 @@ class RecordedModule(nn.Module, ABC):
 
     @property
     def _program(self) -> Program:
+        """Of the present mode."""
         if self.training not in self._programs:
             trace = self._recordings[self.training].trace
             self._programs[self.training] = build_program(self.model, trace, self._rewritten(trace))
         return self._programs[self.training]
+
+    def _program_of_now(self) -> Program:
+        """Over the parameters that the model has now: `to_empty`, `fully_shard`, and loading by `assign` bring others."""
+        program = self._program
+        if not program.parameters.are_there:
+            program.parameters.check_replaced()
+            program = Program.of(self.model, program.trace, program.traced, program.code)
+            self._programs[self.training] = program
+        return program
 
 
 def record_modes(model: nn.Module, sample_inputs: Any) -> dict[bool, Recording]:
@@ -125,9 +145,7 @@ def build_program(model: nn.Module, trace: Trace, traced: Traced) -> Program:
     """A function that runs a rewritten trace over the model's parameters."""
     (program,) = write_programs(plan_trace(traced, OPTIONS, prove=False)).programs
     (code,) = program.stages
-    device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
-    stage, late_hooks = build_stage(code, model, device), LateHooks(model, trace, [code])
-    return Program(trace, traced, stage, code.source, code.inputs, late_hooks)
+    return Program.of(model, trace, traced, code)
 
 
 def check_not_shared(model: nn.Module, axis: str) -> None:

@@ -6,12 +6,15 @@ import torch.distributed as dist
 from executor_harness import run_workers
 from expert_models import make, one_process, tokens
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 
 from smpc import expert_parallel, tensor_parallel
-from smpc.errors import ConfigError, UsageError
+from smpc.errors import ConfigError, StepError, UsageError
 from smpc.executor.collectives import TensorGroup
 
 STEPS = 3
+OTHERS = r"found \[0, 1\], of which \[{}\] have other parts than rank {}"
 
 
 class Net(nn.Module):
@@ -94,8 +97,10 @@ def refused(rank, folder):
         torch.optim.Adafactor(model.parameters()).step()
     with pytest.raises(UsageError, match="get_total_norm: expected tensors that this rank has whole"):
         nn.utils.get_total_norm([parameter.grad for parameter in model.parameters()])
-    with pytest.raises(UsageError, match=rf"found \[0, 1\], of which \[{1 - rank}\] have other parts than rank {rank}"):
+    with pytest.raises(UsageError, match=OTHERS.format(1 - rank, rank)):
         nn.parallel.DistributedDataParallel(model)
+    with pytest.raises(UsageError, match="fully_shard: .*" + OTHERS.format(1 - rank, rank)):
+        fully_shard(model)
     alone = [dist.new_group([each]) for each in range(2)][rank]
     replica = nn.parallel.DistributedDataParallel(model, process_group=alone)
     replica.zero_grad()
@@ -136,3 +141,64 @@ def test_clipping_counts_the_experts_of_all_ranks(tmp_path, name, more):
         assert found == pytest.approx(norm, rel=1e-9)
         for key, gradient in gradients.items():
             torch.testing.assert_close(clipped[key], gradient, rtol=1e-9, atol=1e-12)
+
+
+def replaced(model):
+    """Others in the place of the parameters, by name: what scripts may do to them."""
+    yield "loaded by assign", model.model.load_state_dict(copied(model.model.state_dict()), assign=True)
+    yield "set", setattr(model.model.norm, "weight", nn.Parameter(model.model.norm.weight.detach().clone()))
+
+
+def copied(state):
+    return {name: value.clone() for name, value in state.items()}
+
+
+def trains_others(rank, folder):
+    group = TensorGroup.of(dist.group.WORLD)
+    with torch.device("meta"):
+        model = tensor_parallel.shard(Net(), torch.ones(4, 8), group)
+    model.to_empty(device="cpu")
+    model.load_whole_state_dict(copied(Net().state_dict()))
+    found = {"from the meta device": (clipped_steps(model, CLIPPING["all"]), model.whole_state_dict())}
+    model = sharded()
+    for name, _ in replaced(model):
+        model.load_whole_state_dict(copied(Net().state_dict()))
+        found[name] = clipped_steps(model, CLIPPING["all"]), model.whole_state_dict()
+    model.model.norm.weight = nn.Parameter(torch.ones(8, dtype=torch.float64))
+    with pytest.raises(
+        StepError, match=r"'norm.weight': expected torch.float32 of shape \[8\], .* found torch.float64"
+    ):
+        model(torch.ones(4, 8))
+    return found
+
+
+def test_a_program_follows_parameters_that_others_have_replaced(tmp_path):
+    """It had gone on with those of before, without a gradient for the new ones, and from the meta device with an error of torch's."""
+    model = Net()
+    norms = clipped_steps(model, CLIPPING["all"])
+    for found in run_workers(trains_others, 2, tmp_path):
+        assert set(found) == {"from the meta device", "loaded by assign", "set"}
+        for name, (own, state) in found.items():
+            torch.testing.assert_close(own, norms, rtol=1e-4, atol=0, msg=name)
+            torch.testing.assert_close(state, model.state_dict(), rtol=1e-4, atol=1e-6)
+
+
+def trains_slices_in_parts(rank, folder):
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replica", "tensor"))
+    model = tensor_parallel.shard(Net(), torch.ones(4, 8), TensorGroup.of(mesh["tensor"].get_group()))
+    fully_shard(model, mesh=mesh["replica"])
+    norms = clipped_steps(model, CLIPPING["all"])
+    whole = copied({name: value.full_tensor() for name, value in model.model.state_dict().items()})
+    return norms, whole, dict(model.layouts)
+
+
+def test_slices_are_sharded_over_ranks_that_have_the_same(tmp_path):
+    """`fully_shard` had left the program with the parameters of before: nothing was trained, without a word."""
+    model = Net()
+    norms = clipped_steps(model, CLIPPING["all"])
+    results = run_workers(trains_slices_in_parts, 4, tmp_path)
+    for rank, (found, state, layouts) in enumerate(results):
+        torch.testing.assert_close(found, norms, rtol=1e-4, atol=0)
+        for name, value in model.state_dict().items():
+            own = value.chunk(2, layouts[name].dim)[rank % 2] if name in layouts else value
+            torch.testing.assert_close(state[name], own, rtol=1e-4, atol=1e-6)

@@ -1,7 +1,7 @@
 """The server from which the processes of tests are forked: one for all tests of a worker, with the modules of `preloaded.py` imported.
 
-It is started in this folder. A server's path begins with the folder in which it is started: in the repository's own, `kernels/` would be taken
-for Hugging Face's package of that name, transformers would not be imported, and `multiprocessing` would not say so.
+It is started in this folder. A server's path begins with the folder in which it is started: in the repository's own, `kernels/` would be
+taken for Hugging Face's package of that name, transformers would not be imported, and `multiprocessing` would not say so.
 """
 
 import contextlib

@@ -6,7 +6,8 @@
     torch.nn.utils.clip_grad_norm_            the norm of all ranks' parts, each whole parameter counted once
     torch.nn.utils.get_total_norm             refused
     torch.amp.GradScaler                      an overflow of one rank counts for all
-    DistributedDataParallel                   refused over ranks that have other parts: it would give all of them the first one's
+    DistributedDataParallel, fully_shard      refused over ranks that have other parts: these would give all of them the first one's, or
+                                              put parts of different ranks together
     the first step of an optimizer            refused if an element's update depends on others of the parameter
 
 By themselves these see this rank's part and no more, so that ranks would take other steps, without a word. torch is changed when the first
@@ -25,6 +26,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.fsdp._fully_shard import _fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from smpc.errors import UsageError
@@ -70,6 +72,7 @@ def _all_groups(tensors: Sequence[Tensor]) -> list[dist.ProcessGroup]:
 def _patch_torch() -> None:
     replace_clipping({"clip_grad_norm_": _clip_grad_norm, "_get_total_norm": _get_total_norm})
     replace_method(DistributedDataParallel, "__init__", _replicated)
+    replace_method(_fully_shard, "_init_param_group", _sharded)
     replace_unscaling(_all_groups)
     check_optimizers(
         lambda held: "parts of a model that was given to shard" if groups_of(held) else "", "leave them whole"
@@ -143,18 +146,29 @@ def _get_total_norm(original: Callable[..., Any]) -> Callable[..., Any]:
 def _replicated(original: Callable[..., Any]) -> Callable[..., Any]:
     def init(self: Any, module: nn.Module, *args: Any, **kwargs: Any) -> None:
         given = inspect.signature(original).bind(self, module, *args, **kwargs).arguments
-        replicas = given.get("process_group") or (
-            given["device_mesh"].get_group() if given.get("device_mesh") else None
-        )
-        with_same = set(dist.get_process_group_ranks(replicas))
-        for group in _all_groups(list(module.parameters())):
-            others = (with_same & set(dist.get_process_group_ranks(group))) - {dist.get_rank()}
-            if others:
-                raise UsageError(
-                    f"DistributedDataParallel: expected a process group of ranks that have the same parts of parameters, found "
-                    f"{sorted(with_same)}, of which {sorted(others)} have other parts than rank {dist.get_rank()}; give "
-                    "process_group the ranks with the same parts, one of each group that was given to shard"
-                )
+        mesh = given.get("device_mesh")
+        group = given.get("process_group") or (mesh.get_group() if mesh is not None else None)
+        _check_ranks("DistributedDataParallel", list(module.parameters()), dist.get_process_group_ranks(group))
         original(self, module, *args, **kwargs)
 
     return init
+
+
+def _sharded(original: Callable[..., Any]) -> Callable[..., Any]:
+    def init_param_group(state: Any, parameters: Any, modules: Any, mesh_info: Any, *args: Any, **kwargs: Any) -> Any:
+        _check_ranks("fully_shard", parameters, mesh_info.mesh.mesh.flatten().tolist())
+        return original(state, parameters, modules, mesh_info, *args, **kwargs)
+
+    return init_param_group
+
+
+def _check_ranks(what: str, parameters: Sequence[Tensor], ranks: Sequence[int]) -> None:
+    """UsageError if ranks among which parameters are to be equal, or divided, have other parts of one than this rank."""
+    for group in _all_groups(parameters):
+        others = (set(ranks) & set(dist.get_process_group_ranks(group))) - {dist.get_rank()}
+        if others:
+            raise UsageError(
+                f"{what}: expected ranks that have the same parts of parameters, found {sorted(ranks)}, of which {sorted(others)} have "
+                f"other parts than rank {dist.get_rank()}; give it a group or mesh of ranks that have the same parts: one of each group "
+                "that was given to shard"
+            )

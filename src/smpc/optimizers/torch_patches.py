@@ -87,8 +87,8 @@ def _cell_of(wrapper: Any) -> Any:
     return cells[0]
 
 
-def replace_method(owner: type, name: str, make: Maker) -> Undo:
-    """Exchange a method of a class for what is made of it; the function that undoes it."""
+def replace_method(owner: type | types.ModuleType, name: str, make: Maker) -> Undo:
+    """Exchange a method of a class, or a function of a module, for what is made of it; the function that undoes it."""
     key = (owner, name)
     if key not in _exchanges:
         _exchanges[key] = _ExchangedFunction(getattr(owner, name), lambda function: setattr(owner, name, function))

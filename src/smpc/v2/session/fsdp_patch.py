@@ -71,6 +71,7 @@ from smpc.executor.layer_offload import LayerOffload
 from smpc.experts.stacked import PartOfExperts
 from smpc.mesh import Axis
 from smpc.mesh.device_mesh import device_mesh
+from smpc.optimizers.torch_patches import replace_method
 from smpc.sharding.tensors import has_hooks
 from smpc.v2.session.gradient_patch import note_unit, patch_gradients
 from smpc.v2.state_handler import Session, state
@@ -393,12 +394,13 @@ def _check_hooks(who: str, module: nn.Module, ignored: Iterable[Any]) -> None:
 
 def _patch_fsdp2_experts(session: Session) -> list[Callable[[], None]]:
     """Experts become units of their own, over the ranks that have the same ones."""
-    original, find = (vars(_fully_shard)[name] for name in ("_init_param_group", "_get_mesh_info"))
+    find = vars(_fully_shard)["_get_mesh_info"]
     axes = (Axis.REPLICA, Axis.EXPERT_FSDP) if session.mesh.size(Axis.REPLICA) > 1 else (Axis.EXPERT_FSDP,)
     kind = "cuda" if torch.cuda.is_available() else "cpu"
     mesh = device_mesh(session.mesh, session.rank, kind, axes, session.groups)
 
     def init_param_group(
+        original: Callable[..., Any],
         fsdp_state: Any,
         params: Any,
         modules: Any,
@@ -419,7 +421,11 @@ def _patch_fsdp2_experts(session: Session) -> list[Callable[[], None]]:
             fully_shard(each, mesh=mesh, mp_policy=precision, offload_policy=offload)
         return original(fsdp_state, own, modules, mesh_info, after_forward, device, *rest, **more)
 
-    return [patch_attribute(_fully_shard, "_init_param_group", init_param_group)]
+    return [
+        replace_method(
+            _fully_shard, "_init_param_group", lambda original: functools.partial(init_param_group, original)
+        )
+    ]
 
 
 def fsdp_groups(session: Session) -> dict[Axis, dist.ProcessGroup]:
