@@ -124,8 +124,16 @@ def test_what_needs_whole_parameters_is_refused(tmp_path):
 
 def clips_experts(rank, folder, name, more):
     model = expert_parallel.shard(make(name, **more), dist.group.WORLD)
-    model(**tokens(rank))["loss"].backward()
-    model.average_gradients()
+    if more:  # by torch's own averages
+        own = [f"model.{name}" for name, _ in model.expert_parameters()]
+        with pytest.raises(UsageError, match=OTHERS.format(1 - rank, rank)):
+            nn.parallel.DistributedDataParallel(model)
+        nn.parallel.DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, own)
+        replica = nn.parallel.DistributedDataParallel(model)
+        replica(**tokens(rank))["loss"].backward()
+    else:
+        model(**tokens(rank))["loss"].backward()
+        model.average_gradients()
     return nn.utils.clip_grad_norm_(model.parameters(), 0.1).item(), model.whole_gradients()
 
 

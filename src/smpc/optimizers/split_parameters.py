@@ -148,7 +148,9 @@ def _replicated(original: Callable[..., Any]) -> Callable[..., Any]:
         given = inspect.signature(original).bind(self, module, *args, **kwargs).arguments
         mesh = given.get("device_mesh")
         group = given.get("process_group") or (mesh.get_group() if mesh is not None else None)
-        _check_ranks("DistributedDataParallel", list(module.parameters()), dist.get_process_group_ranks(group))
+        ignored = vars(module).get("_ddp_params_and_buffers_to_ignore", ())  # as torch looks for it
+        replicated = [parameter for name, parameter in module.named_parameters() if name not in ignored]
+        _check_ranks("DistributedDataParallel", replicated, dist.get_process_group_ranks(group))
         original(self, module, *args, **kwargs)
 
     return init
