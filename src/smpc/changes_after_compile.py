@@ -88,12 +88,18 @@ class KeptParameters:
         self._model = model
         self._named = dict(model.named_parameters())
         self._every = dict(model.named_parameters(remove_duplicate=False))
+        self._forms = {name: (parameter.shape, parameter.dtype) for name, parameter in self._every.items()}
         self._tables = [(module._parameters, dict(module._parameters)) for module in model.modules()]
 
     @property
     def are_there(self) -> bool:
         """Whether no module has others."""
         return all(_is_same(table, before) for table, before in self._tables if before or table)
+
+    @property
+    def are_as_they_were(self) -> bool:
+        """Whether they are there, and have their dtypes: a conversion of the model changes parameters in place."""
+        return self.are_there and all(self._every[name].dtype is dtype for name, (_, dtype) in self._forms.items())
 
     def check(self, *, thoroughly: bool = False) -> None:
         """StepError if one was added, removed or replaced; `thoroughly`: also in new modules."""
@@ -112,17 +118,17 @@ class KeptParameters:
         for name in dict.fromkeys((*self._every, *now)):
             if name not in now or name not in self._every:
                 raise changed_parameter(name, self._every, now)
-            before, found = self._every[name], now[name]
-            if isinstance(found, DTensor) or (found.shape, found.dtype) != (before.shape, before.dtype):
+            (shape, dtype), found, owner = self._forms[name], now[name], first[id(self._every[name])]
+            if isinstance(found, DTensor) or (found.shape, found.dtype) != (shape, dtype):
                 what = "a DTensor" if isinstance(found, DTensor) else f"{found.dtype} of shape {list(found.shape)}"
                 raise StepError(
-                    f"parameter {name!r}: expected {before.dtype} of shape {list(before.shape)}, as when the model was sharded, found "
+                    f"parameter {name!r}: expected {dtype} of shape {list(shape)}, as when the model was sharded, found "
                     f"{what}; to shard parameters as well, call fully_shard of the module that shard has returned; convert models before "
                     "they are sharded"
                 )
-            if found is not now[first[id(before)]]:
+            if found is not now[owner]:
                 raise StepError(
-                    f"parameter {name!r}: expected the same as {first[id(before)]!r}, as when the model was sharded, found another one; "
+                    f"parameter {name!r}: expected the same as {owner!r}, as when the model was sharded, found another one; "
                     "make them one again, for instance by model.tie_weights()"
                 )
 

@@ -85,8 +85,15 @@ class RecordedModule(nn.Module, ABC):
         """The program in the present mode, as readable Python."""
         return self._program.source
 
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise UsageError(
+            f"{type(self).__name__}: expected not to be copied or pickled, as its ranks run programs together; save whole_state_dict(), or "
+            "shard another copy of the model"
+        )
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The whole model's result, on every rank.
+        """The whole model's result, on every rank. torch.compile leaves the module as it is.
 
         Raises TraceError for inputs of another signature than the sample's, StepError for a model that has changed since it was
         sharded.
@@ -128,7 +135,7 @@ class RecordedModule(nn.Module, ABC):
     def _program_of_now(self) -> Program:
         """Over the parameters that the model has now: `to_empty`, `fully_shard`, and loading by `assign` bring others."""
         program = self._program
-        if not program.parameters.are_there:
+        if not program.parameters.are_as_they_were:
             program.parameters.check_replaced()
             program = Program.of(self.model, program.trace, program.traced, program.code)
             self._programs[self.training] = program

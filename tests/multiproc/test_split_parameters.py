@@ -1,5 +1,7 @@
 """Usual lines of scripts beside models that `shard` has split over two ranks, as in one process or refused."""
 
+import copy
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -177,6 +179,12 @@ def trains_others(rank, folder):
         StepError, match=r"'norm.weight': expected torch.float32 of shape \[8\], .* found torch.float64"
     ):
         model(torch.ones(4, 8))
+    model = sharded()
+    assert torch.equal(torch.compile(model)(torch.ones(4, 8)), model(torch.ones(4, 8)))
+    with pytest.raises(UsageError, match=r"ShardedModule: .* shard another copy of the model"):
+        copy.deepcopy(model)
+    with pytest.raises(StepError, match=r"'up.weight': expected torch.float32 .* found torch.bfloat16"):
+        model.bfloat16()(torch.ones(4, 8))
     return found
 
 
