@@ -658,7 +658,7 @@ class Recorder(TorchFunctionMode):
 
     @property
     def _call_index(self) -> int:
-        """The name of the innermost open module call."""
+        """The number of the innermost open module call."""
         return self.open[-1].index if self.open else 0
 
     def error_in(self, fqn: str, what: str) -> UntraceableError:
