@@ -19,6 +19,8 @@ Example: `shards = StageShards(stages, group)`, then `Interpreter(program, shard
 
 Construction gives all ranks the parameters and buffers of the group's first one, and divides the parameters over the mesh. The hooks are
 those of a step; without them, every backward averages its gradients. What is `apart` lies in parts on other ranks.
+
+A parameter without dimensions (CLIP's `logit_scale`) has no parts: every rank has it whole, and averages its gradient at the end of a step.
 """
 
 from __future__ import annotations
@@ -26,13 +28,33 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from smpc.executor.collectives import TensorGroup
 from smpc.executor.replicas.apart import ExpertsApart, make_equal
 from smpc.executor.replicas.data_parallel import broadcast
+from smpc.executor.replicas.group_hooks import average_gradients
 from smpc.sharding import Keep, Sharded, ShardingOptions, Unit, shard
+
+
+class _Scalars:
+    """The parameters without dimensions of some modules, which all ranks of the group have whole."""
+
+    def __init__(self, modules: Iterable[nn.Module], group: dist.ProcessGroup) -> None:
+        held = {id(p): p for module in modules for p in module.parameters() if not p.dim()}
+        self._parameters, self._group = list(held.values()), TensorGroup.of(group)
+
+    def all(self) -> frozenset[nn.Parameter]:
+        """What is not divided."""
+        return frozenset(self._parameters)
+
+    @torch.no_grad()
+    def average(self) -> None:
+        """Average the gradients of a step. Collective."""
+        average_gradients(self._parameters, self._group)
 
 
 class _Held(nn.Module):
@@ -103,6 +125,7 @@ class StageShards:
         self._group = group
         self._stages = [stages[index] for index in sorted(stages)]
         self._buffers_of = self._stages if broadcast_buffers else []
+        self._scalars = _Scalars(self._stages, group)
         if (
             mesh is None
         ):  # torch keeps layouts by meshes that are equal, even of groups that were destroyed: a name for each group
@@ -119,7 +142,7 @@ class StageShards:
             if any(True for _ in root.parameters()):
                 units = () if apart is None or root.apart is None else (Unit("apart", mesh=apart.mesh),)
                 options = ShardingOptions(Keep.STEP, stays_outside=True)
-                made = self._sharded[members[0]] = shard(root, units, mesh, options)
+                made = self._sharded[members[0]] = shard(root, units, mesh, options, self._scalars.all())
                 self._first.update(dict.fromkeys(members, members[0]))
                 self.exchanged.update(made.exchanged)
 
@@ -160,6 +183,7 @@ class StageShards:
         """Average what the last backward of a stage has not: there was none, or it did not reach the stage."""
         for index in sorted(self._sharded, reverse=True):
             self._sharded[index].end_step()
+        self._scalars.average()
 
     def did_not_train(self) -> None:
         """Nothing was counted."""
@@ -213,7 +237,8 @@ class ModuleShards:
     ) -> None:
         self._module, self._group, self._has_buffers = module, group, broadcast_buffers
         make_equal([module], group, apart)
-        self._sharded = shard(module, units(module), mesh, options)
+        self._scalars = _Scalars([module], group)
+        self._sharded = shard(module, units(module), mesh, options, self._scalars.all())
         self.exchanged = self._sharded.exchanged
 
     def release(self) -> None:
@@ -233,6 +258,7 @@ class ModuleShards:
     def end_of_step(self) -> None:
         """Average what no backward has, and let go of what is whole."""
         self._sharded.end_step()
+        self._scalars.average()
 
     def did_not_train(self) -> None:
         """Let go of what is whole."""

@@ -129,6 +129,7 @@ class Sharded:
     options: ShardingOptions
     exchanged: dict[nn.Parameter, nn.Parameter] = field(default_factory=dict)
     _parts: list[_Part] = field(default_factory=list)
+    _ignored: frozenset[nn.Parameter] = frozenset()
 
     def begin_step(self) -> None:
         """A training step begins. Until `end_step` units keep their parameters as long as they should."""
@@ -151,7 +152,7 @@ class Sharded:
 
     def end_step(self) -> None:
         """The step is over: average the remaining gradients, free whole parameters, and continue as without steps."""
-        if any(_has_whole_gradients(part) for part in self._parts):
+        if any(_has_whole_gradients(part, self._ignored) for part in self._parts):
             self.last_backward()
             self._reduce()
         for part in self._parts:
@@ -200,7 +201,7 @@ def shard(
     ordered = [*(unit for unit in known.values() if unit.name), known.get("", Unit(""))]
     _check_parameters(root, [unit.name for unit in ordered], ignored)
     before = dict(root.named_parameters(remove_duplicate=False))
-    found, taken = Sharded(root, options), set[nn.Parameter]()  # what belongs to units that come before
+    found, taken = Sharded(root, options, _ignored=ignored), set[nn.Parameter]()  # what belongs to earlier units
     for unit in ordered:
         module = root.get_submodule(unit.name)
         own = _untaken_by_shards(module, taken)
@@ -310,9 +311,10 @@ def own_modules(module: nn.Module, others: Collection[nn.Module] = ()) -> list[n
     return found
 
 
-def _has_whole_gradients(part: _Part) -> bool:
+def _has_whole_gradients(part: _Part, ignored: frozenset[nn.Parameter]) -> bool:
     """torch keeps fp32 sums of gradients elsewhere: then whole parameters may have gradients."""
-    own = [p for p in own_parameters(cast(nn.Module, part.module)) if not isinstance(p, DTensor)]
+    every = own_parameters(cast(nn.Module, part.module))
+    own = [parameter for parameter in every if not isinstance(parameter, DTensor) and parameter not in ignored]
     return any(part.is_wide or parameter.grad is not None for parameter in own)
 
 
@@ -323,7 +325,7 @@ def _check_parameters(root: nn.Module, names: Sequence[str], ignored: Collection
     for name, module in zip(names, modules, strict=True):
         own = [p for p in own_parameters(module, [other for other in modules if other is not module]) if p not in seen]
         seen.update(own)
-        dtypes = sorted({str(parameter.dtype) for parameter in own if parameter.requires_grad})
+        dtypes = sorted({str(p.dtype) for p in own if p.requires_grad and p not in ignored})
         if len(dtypes) > 1:
             wrong.append(
                 f"the parameters of {name or 'the model'} that train have the dtypes {', '.join(dtypes)}, expected one"
@@ -332,7 +334,7 @@ def _check_parameters(root: nn.Module, names: Sequence[str], ignored: Collection
     wrong += [
         f"{name} of the model is not contiguous: its strides are {parameter.stride()}; give it parameter.contiguous()"
         for name, parameter in root.named_parameters()
-        if not parameter.is_contiguous()
+        if not parameter.is_contiguous() and parameter not in ignored
     ]
     wrong += [
         f"{name} has no dimension to divide it along; give it one, as in nn.Parameter(torch.zeros(1))"
