@@ -20,24 +20,30 @@ Example: `shards = StageShards(stages, group)`, then `Interpreter(program, shard
 Construction gives all ranks the parameters and buffers of the group's first one, and divides the parameters over the mesh. The hooks are
 those of a step; without them, every backward averages its gradients. What is `apart` lies in parts on other ranks.
 
+Replicas may use different parameters in a step, if their batches take other branches (`smpc.sharding.uses`). Blocks that are gathered when
+they are called must be the same on all of them (`smpc.executor.replicas.same_blocks`).
+
 A parameter without dimensions (CLIP's `logit_scale`) has no parts: every rank has it whole, and averages its gradient at the end of a step.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 
 from smpc.executor.collectives import TensorGroup
 from smpc.executor.replicas.apart import ExpertsApart, make_equal
 from smpc.executor.replicas.data_parallel import broadcast
 from smpc.executor.replicas.group_hooks import average_gradients
-from smpc.sharding import Keep, Sharded, ShardingOptions, Unit, shard
+from smpc.executor.replicas.same_blocks import SameBlocks
+from smpc.sharding import Keep, OutsideUses, Sharded, ShardingOptions, Unit, shard
 
 
 class _Scalars:
@@ -142,7 +148,7 @@ class StageShards:
             if any(True for _ in root.parameters()):
                 units = () if apart is None or root.apart is None else (Unit("apart", mesh=apart.mesh),)
                 options = ShardingOptions(Keep.STEP, stays_outside=True)
-                made = self._sharded[members[0]] = shard(root, units, mesh, options, self._scalars.all())
+                made = self._sharded[members[0]] = shard(root, units, mesh, options, self._scalars.all(), group=group)
                 self._first.update(dict.fromkeys(members, members[0]))
                 self.exchanged.update(made.exchanged)
 
@@ -237,8 +243,11 @@ class ModuleShards:
     ) -> None:
         self._module, self._group, self._has_buffers = module, group, broadcast_buffers
         make_equal([module], group, apart)
-        self._scalars = _Scalars([module], group)
-        self._sharded = shard(module, units(module), mesh, options, self._scalars.all())
+        self._scalars, known = _Scalars([module], group), list(units(module))
+        self._sharded = shard(module, known, mesh, options, self._scalars.all(), group=group)
+        self._order = SameBlocks(module, known, group)
+        parts = {name: p for name, p in module.named_parameters() if isinstance(p, DTensor)}
+        self._outside = OutsideUses(parts, group.size(), self._sharded.note)
         self.exchanged = self._sharded.exchanged
 
     def release(self) -> None:
@@ -246,14 +255,20 @@ class ModuleShards:
         self._sharded.release()
 
     def start_of_step(self) -> None:
-        """Broadcast buffers."""
+        """Broadcast buffers, and gather the blocks that stay whole for the step."""
         if self._has_buffers:
             broadcast(self._module.buffers(), self._group)
         self._sharded.begin_step()
+        self._sharded.gather()
+
+    @contextmanager
+    def running(self, *, trains: bool) -> Iterator[None]:
+        """Around what calls the module: ranks that are about to gather different blocks raise a StepError."""
+        with self._order.told(trains), self._outside.looking(trains=trains):
+            yield
 
     def before_last_backward(self, stage: int, roots: Sequence[Tensor]) -> None:
-        """Average what has added up in the backward that follows."""
-        self._sharded.last_backward()
+        """Nothing: blocks that wait for the end of the step are reduced there, in one order on all ranks."""
 
     def end_of_step(self) -> None:
         """Average what no backward has, and let go of what is whole."""

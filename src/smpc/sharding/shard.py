@@ -43,6 +43,7 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, distributed, nn
+from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
@@ -53,7 +54,9 @@ from smpc.config.keep import Keep
 from smpc.errors import ConfigUnsupportedError
 from smpc.sharding.tensors import has_hooks, local, own_part_of_sharded
 from smpc.sharding.units import keep_containers
+from smpc.sharding.uses import Uses
 from smpc.sharding.wide_gradients import is_wide, keep_wide, widen
+from smpc.sharding.writes import keep_writes
 
 
 class Incoming:
@@ -130,6 +133,7 @@ class Sharded:
     exchanged: dict[nn.Parameter, nn.Parameter] = field(default_factory=dict)
     _parts: list[_Part] = field(default_factory=list)
     _ignored: frozenset[nn.Parameter] = frozenset()
+    _uses: Uses | None = None
 
     def begin_step(self) -> None:
         """A training step begins. Until `end_step` units keep their parameters as long as they should."""
@@ -140,6 +144,20 @@ class Sharded:
             part.module.set_requires_gradient_sync(not adds_up, recurse=False)
         if any(part.keep is Keep.STEP for part in self._parts):
             self._set_last(False)
+        if self._uses is not None:
+            self._uses.begin()
+
+    def gather(self) -> None:
+        """In a step: gather the parameters of the units that stay whole for it, whichever of them this rank's batches use."""
+        self._parts[-1].module._get_fsdp_state()._lazy_init()
+        for part in self._parts:
+            if part.keep is Keep.STEP:
+                part.module.unshard()
+
+    def note(self, parameter: Tensor) -> None:
+        """In a step: a parameter gets its gradient elsewhere than in its unit's backward."""
+        if self._uses is not None:
+            self._uses.note(parameter)
 
     def last_backward(self) -> None:
         """The backward that follows is the step's last: it averages the accumulated gradients, and frees whole parameters."""
@@ -152,7 +170,10 @@ class Sharded:
 
     def end_step(self) -> None:
         """The step is over: average the remaining gradients, free whole parameters, and continue as without steps."""
-        if any(_has_whole_gradients(part, self._ignored) for part in self._parts):
+        waits = any(_has_whole_gradients(part, self._ignored) for part in self._parts)
+        if self._uses is not None:
+            waits = self._uses.end() or waits
+        if waits:
             self.last_backward()
             self._reduce()
         for part in self._parts:
@@ -187,6 +208,7 @@ def shard(
     options: ShardingOptions = ShardingOptions(),
     ignored: frozenset[nn.Parameter] = frozenset(),
     source: Incoming | None = None,
+    group: ProcessGroup | None = None,
 ) -> Sharded:
     """Divide the parameters of a model over a mesh of (shard) or (replica, shard), in place. Collective.
 
@@ -194,8 +216,11 @@ def shard(
 
     All ranks must have equal parameters, unless `source` names the rank whose parameters all get; the others' may then be on meta.
     `units`: names as from `find_units`, inner before outer; "" is the model, and comes last whether it is named or not. `ignored`
-    parameters stay whole, and their gradients are not averaged. Raises ConfigUnsupportedError for units whose parameters that train
-    have several dtypes, and for parameters that are not contiguous, have no dimension, or have hooks or sparse gradients.
+    parameters stay whole, and their gradients are not averaged. `group`: the ranks of `mesh`, if in a step their batches may use different
+    parameters of a unit; what forwards write into whole parameters is kept then, too.
+
+    Raises ConfigUnsupportedError for units whose trained parameters have several dtypes, and for parameters that are not contiguous, have
+    no dimension, or have hooks or sparse gradients.
     """
     known = {unit.name: unit for unit in (u if isinstance(u, Unit) else Unit(u) for u in units)}
     ordered = [*(unit for unit in known.values() if unit.name), known.get("", Unit(""))]
@@ -226,6 +251,10 @@ def shard(
             widen(new)
         taken.update(new)
         found._parts.append(_Part(made, unit.keep or options.keep, wide))
+    if group is not None:
+        alike = [part.module for part, unit in zip(found._parts, ordered, strict=True) if unit.mesh is None]
+        found._uses = Uses(alike, group)
+        keep_writes(alike)
     for name, after in root.named_parameters(remove_duplicate=False):
         found.exchanged[before[name]] = after
     for old in before.values():
