@@ -112,6 +112,26 @@ def sum_together(grads: Sequence[Tensor], group: TensorGroup, divided_by: int = 
         grad.copy_(part.view(grad.shape))
 
 
+def average_gradients(parameters: Sequence[nn.Parameter], group: TensorGroup) -> None:
+    """Replaces gradients of whole parameters by their averages over the group. Collective.
+
+    A parameter without a gradient on one rank counts there as zero, on all of them it stays without.
+    """
+    if not parameters:
+        return
+    present = torch.tensor([parameter.grad is not None for parameter in parameters], dtype=torch.int32)
+    anywhere = sum_over(present.to(parameters[0].device), group).tolist()
+    kinds: dict[torch.dtype, list[Tensor]] = {}
+    for parameter, count in zip(parameters, anywhere, strict=True):
+        if count:
+            dtype = gradient_dtype(parameter)
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter, dtype=dtype)
+            kinds.setdefault(dtype, []).append(local(parameter.grad))
+    for grads in kinds.values():
+        sum_together(grads, group, divided_by=group.size)
+
+
 class TensorReplicas(GroupHooks):
     """See `GroupHooks`.
 
@@ -163,25 +183,9 @@ class TensorReplicas(GroupHooks):
 
     def _average(self) -> None:
         """Average whole gradients: what earlier steps left is the same on all ranks, and stays so."""
-        present = torch.tensor([p.grad is not None for _, p in self._others], dtype=torch.int32)
-        if not len(present):
-            return
-        device = self._others[0][1].device
-        anywhere = sum_over(present.to(device), self._group).tolist()
-        kinds: dict[torch.dtype, list[nn.Parameter]] = {}
-        for (name, parameter), count in zip(self._others, anywhere, strict=True):
-            if count:
-                _check_dense(name, parameter)
-                kinds.setdefault(gradient_dtype(parameter), []).append(parameter)
-        for dtype, parameters in kinds.items():
-            self._average_together(parameters, dtype)
-
-    def _average_together(self, parameters: Sequence[nn.Parameter], dtype: torch.dtype) -> None:
-        for parameter in parameters:
-            if parameter.grad is None:
-                parameter.grad = torch.zeros_like(parameter, dtype=dtype)
-        grads = [local(parameter.grad) for parameter in parameters if parameter.grad is not None]
-        sum_together(grads, self._group, divided_by=self._group.size)
+        for name, parameter in self._others:
+            _check_dense(name, parameter)
+        average_gradients([parameter for _, parameter in self._others], self._group)
 
 
 def _check_dense(name: str, parameter: nn.Parameter) -> None:

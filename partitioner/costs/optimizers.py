@@ -63,14 +63,17 @@ class Optimizer:
         return self.gathered_bytes(spec) + self.part_bytes(spec) if self.in_parts else spec.num_bytes
 
     def part_bytes(self, spec: TensorSpec) -> int:
-        """Bytes of what this rank keeps of a parameter: rows, as many on each of the ranks."""
-        if not self.in_parts or not spec.num_elements:
+        """Bytes of what this rank keeps of a parameter: rows, as many on each of the ranks; all of one without dimensions."""
+        if not self._divides(spec) or not spec.num_elements:
             return spec.num_bytes
         return -(-spec.shape[0] // self.shards) * (spec.num_bytes // spec.shape[0])
 
     def gathered_bytes(self, spec: TensorSpec) -> int:
         """Bytes of the parts of all ranks together, if a parameter is sharded."""
-        return self.shards * self.part_bytes(spec) if self.in_parts else 0
+        return self.shards * self.part_bytes(spec) if self._divides(spec) else 0
+
+    def _divides(self, spec: TensorSpec) -> bool:
+        return self.in_parts and bool(spec.shape)
 
     def apart_bytes(self, spec: TensorSpec) -> int:
         """Bytes of gradients that wait for the end of their backward pass, if their sum is a separate float32 tensor."""

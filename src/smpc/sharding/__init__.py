@@ -14,6 +14,8 @@
     shard             `smpc.sharding.shard`       parameters in parts, how long whole ones stay, when gradients are reduced
     tensors           `smpc.sharding.tensors`     DTensors and ordinary tensors alike
     Incoming          `smpc.sharding.shard`       tensors that one rank has, to all, with room for one
+    OutsideUses       `smpc.sharding.outside_uses` parameters that code uses without calling their block
+    uses              which parameters a step has used on any rank
     wide_gradients    gradients of half-precision parameters in fp32
 
 `mesh` is a DeviceMesh of (shard) or (replica, shard), as `smpc.mesh.device_mesh.device_mesh` makes it. Tensor parallelism goes with it: a
@@ -22,11 +24,13 @@ Without steps, a sharded model is trained as any model of `fully_shard`: every b
 """
 
 from smpc.config.keep import Keep
+from smpc.sharding.outside_uses import OutsideUses
 from smpc.sharding.shard import Sharded, ShardingOptions, Unit, exchange, shard, undivided
 from smpc.sharding.units import find_units, units_of_classes
 
 __all__ = [
     "Keep",
+    "OutsideUses",
     "Sharded",
     "ShardingOptions",
     "Unit",

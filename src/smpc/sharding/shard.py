@@ -43,6 +43,7 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, distributed, nn
+from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
@@ -53,7 +54,9 @@ from smpc.config.keep import Keep
 from smpc.errors import ConfigUnsupportedError
 from smpc.sharding.tensors import has_hooks, local, own_part_of_sharded
 from smpc.sharding.units import keep_containers
+from smpc.sharding.uses import Uses
 from smpc.sharding.wide_gradients import is_wide, keep_wide, widen
+from smpc.sharding.writes import keep_writes
 
 
 class Incoming:
@@ -129,6 +132,8 @@ class Sharded:
     options: ShardingOptions
     exchanged: dict[nn.Parameter, nn.Parameter] = field(default_factory=dict)
     _parts: list[_ShardPart] = field(default_factory=list)
+    _ignored: frozenset[nn.Parameter] = frozenset()
+    _uses: Uses | None = None
 
     def begin_step(self) -> None:
         """A training step begins. Until `end_step` units keep their parameters as long as they should."""
@@ -139,6 +144,20 @@ class Sharded:
             part.module.set_requires_gradient_sync(not adds_up, recurse=False)
         if any(part.keep is Keep.STEP for part in self._parts):
             self._set_last(False)
+        if self._uses is not None:
+            self._uses.begin()
+
+    def gather(self) -> None:
+        """In a step: gather the parameters of the units that stay whole for it, whichever of them this rank's batches use."""
+        self._parts[-1].module._get_fsdp_state()._lazy_init()
+        for part in self._parts:
+            if part.keep is Keep.STEP:
+                part.module.unshard()
+
+    def note(self, parameter: Tensor) -> None:
+        """In a step: a parameter gets its gradient elsewhere than in its unit's backward."""
+        if self._uses is not None:
+            self._uses.note(parameter)
 
     def last_backward(self) -> None:
         """The backward that follows is the step's last: it averages the accumulated gradients, and frees whole parameters."""
@@ -151,7 +170,10 @@ class Sharded:
 
     def end_step(self) -> None:
         """The step is over: average the remaining gradients, free whole parameters, and continue as without steps."""
-        if any(_has_whole_gradients(part) for part in self._parts):
+        waits = any(_has_whole_gradients(part, self._ignored) for part in self._parts)
+        if self._uses is not None:
+            waits = self._uses.end() or waits
+        if waits:
             self.last_backward()
             self._reduce()
         for part in self._parts:
@@ -186,6 +208,7 @@ def shard(
     options: ShardingOptions = ShardingOptions(),
     ignored: frozenset[nn.Parameter] = frozenset(),
     source: Incoming | None = None,
+    group: ProcessGroup | None = None,
 ) -> Sharded:
     """Divide the parameters of a model over a mesh of (shard) or (replica, shard), in place. Collective.
 
@@ -193,14 +216,17 @@ def shard(
 
     All ranks must have equal parameters, unless `source` names the rank whose parameters all get; the others' may then be on meta.
     `units`: names as from `find_units`, inner before outer; "" is the model, and comes last whether it is named or not. `ignored`
-    parameters stay whole, and their gradients are not averaged. Raises ConfigUnsupportedError for units whose parameters that train
-    have several dtypes, and for parameters that are not contiguous, have no dimension, or have hooks or sparse gradients.
+    parameters stay whole, and their gradients are not averaged. `group`: the ranks of `mesh`, if in a step their batches may use different
+    parameters of a unit; what forwards write into whole parameters is kept then, too.
+
+    Raises ConfigUnsupportedError for units whose trained parameters have several dtypes, and for parameters that are not contiguous, have
+    no dimension, or have hooks or sparse gradients.
     """
     known = {unit.name: unit for unit in (u if isinstance(u, Unit) else Unit(u) for u in units)}
     ordered = [*(unit for unit in known.values() if unit.name), known.get("", Unit(""))]
     _check_parameters(root, [unit.name for unit in ordered], ignored)
     before = dict(root.named_parameters(remove_duplicate=False))
-    found, taken = Sharded(root, options), set[nn.Parameter]()  # what belongs to units that come before
+    found, taken = Sharded(root, options, _ignored=ignored), set[nn.Parameter]()  # what belongs to earlier units
     for unit in ordered:
         module = root.get_submodule(unit.name)
         own = _untaken_by_shards(module, taken)
@@ -225,6 +251,10 @@ def shard(
             widen(new)
         taken.update(new)
         found._parts.append(_ShardPart(made, unit.keep or options.keep, wide))
+    if group is not None:
+        alike = [part.module for part, unit in zip(found._parts, ordered, strict=True) if unit.mesh is None]
+        found._uses = Uses(alike, group)
+        keep_writes(alike)
     for name, after in root.named_parameters(remove_duplicate=False):
         found.exchanged[before[name]] = after
     for old in before.values():
@@ -310,9 +340,10 @@ def own_modules(module: nn.Module, others: Collection[nn.Module] = ()) -> list[n
     return found
 
 
-def _has_whole_gradients(part: _ShardPart) -> bool:
+def _has_whole_gradients(part: _ShardPart, ignored: frozenset[nn.Parameter]) -> bool:
     """torch keeps fp32 sums of gradients elsewhere: then whole parameters may have gradients."""
-    own = [p for p in own_parameters(cast(nn.Module, part.module)) if not isinstance(p, DTensor)]
+    every = own_parameters(cast(nn.Module, part.module))
+    own = [parameter for parameter in every if not isinstance(parameter, DTensor) and parameter not in ignored]
     return any(part.is_wide or parameter.grad is not None for parameter in own)
 
 
@@ -323,7 +354,7 @@ def _check_parameters(root: nn.Module, names: Sequence[str], ignored: Collection
     for name, module in zip(names, modules, strict=True):
         own = [p for p in own_parameters(module, [other for other in modules if other is not module]) if p not in seen]
         seen.update(own)
-        dtypes = sorted({str(parameter.dtype) for parameter in own if parameter.requires_grad})
+        dtypes = sorted({str(p.dtype) for p in own if p.requires_grad and p not in ignored})
         if len(dtypes) > 1:
             wrong.append(
                 f"the parameters of {name or 'the model'} that train have the dtypes {', '.join(dtypes)}, expected one"
@@ -332,7 +363,7 @@ def _check_parameters(root: nn.Module, names: Sequence[str], ignored: Collection
     wrong += [
         f"{name} of the model is not contiguous: its strides are {parameter.stride()}; give it parameter.contiguous()"
         for name, parameter in root.named_parameters()
-        if not parameter.is_contiguous()
+        if not parameter.is_contiguous() and parameter not in ignored
     ]
     wrong += [
         f"{name} has no dimension to divide it along; give it one, as in nn.Parameter(torch.zeros(1))"

@@ -195,6 +195,8 @@ def test_replicas_may_hold_parts_of_everything():
     assert sharded.state_bytes(spec) == 36_000 // 8  # and no buckets
     odd = TensorSpec((3, 5), "float32", (5, 1), True)  # each of two ranks takes two rows
     assert (optimizer.fully_sharded(2).part_bytes(odd), optimizer.fully_sharded(2).parameter_bytes(odd)) == (40, 120)
+    scalar = TensorSpec((), "float32", (), True)  # without dimensions: whole on every rank, which was an IndexError
+    assert (sharded.part_bytes(scalar), sharded.gathered_bytes(scalar), sharded.parameter_bytes(scalar)) == (4, 0, 4)
 
 
 KERNELS = """

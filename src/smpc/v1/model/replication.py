@@ -82,9 +82,11 @@ def name_parts(parameters: Iterable[nn.Parameter], group_of: Callable[[nn.Parame
     """Give sharded parameters the attributes that scripts read. `group_of`: the ranks that hold the shards of a parameter."""
     for parameter in parameters:
         group = group_of(parameter)
-        rows = -(-parameter.shape[0] // group.size())
         part: Any = local(parameter.detach())
-        part.ds_numel = rows * (parameter.numel() // max(1, parameter.shape[0]))
+        part.ds_numel = 1  # without dimensions there are no parts
+        if parameter.dim():
+            rows = -(-parameter.shape[0] // group.size())
+            part.ds_numel = rows * (parameter.numel() // max(1, parameter.shape[0]))
         found: Any = parameter
         found.ds_tensor, found.ds_param_shard_group = part, group
         found.ds_shape, found.ds_numel = parameter.shape, parameter.numel()

@@ -57,10 +57,12 @@ class Direct:
     def _forward(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         hooks = self._hooks
         if hooks is None or not torch.is_grad_enabled():
-            return self._module(*args, **kwargs)
+            with _running(hooks, trains=False):
+                return self._module(*args, **kwargs)
         self.close()
         self._start()
-        output = self._module(*args, **kwargs)
+        with _running(hooks, trains=True):
+            output = self._module(*args, **kwargs)
         shards = innermost(hooks)
         if isinstance(shards, ModuleShards):
             shards.release()
@@ -113,6 +115,12 @@ class Direct:
         optimizer = self._context.script.optimizer
         if optimizer is not None:
             optimizer.gradients_changed()
+
+
+def _running(hooks: StepHooks | None, *, trains: bool) -> contextlib.AbstractContextManager[None]:
+    """Around what calls the module."""
+    shards = innermost(hooks)
+    return shards.running(trains=trains) if isinstance(shards, ModuleShards) else contextlib.nullcontext()
 
 
 def _at_end_of_backward(act: Callable[[], None]) -> None:
@@ -169,7 +177,8 @@ class Single:
             whole = LocalCall(body.name, context.module, scale, self._more_roots(replicas) if is_last else None)
             context.calls = whole
             try:
-                values.append(take(body.call(microbatch), body.detach_outputs))
+                with _running(self._replicas, trains=replicas is not None):
+                    values.append(take(body.call(microbatch), body.detach_outputs))
                 if watch.is_wanted and whole.did_backward and whole.inputs is not None:
                     self._note(whole.inputs, whole.autocast)
             finally:

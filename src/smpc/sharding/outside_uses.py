@@ -1,0 +1,157 @@
+"""Parameters that are in parts where code uses them without calling their block: `F.linear(x, model.blocks[0].up.weight)`.
+
+Only while a block runs are its parameters whole. Elsewhere torch refuses them beside ordinary tensors, by an error that names neither. Here
+they are gathered for the use, and their gradients averaged like others:
+
+    forward     part --all-gather--> whole, for this operation
+    backward    gradient --average over all ranks, of each its part--> .grad
+
+    uses = OutsideUses(parameters, num_ranks, note)
+    with uses.looking(): loss = model(batch)         every torch call is looked at
+
+Looking costs time in every call, so it ends after a first step without such uses. Later ones are a StepError.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Partial
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_map_only
+
+from smpc.errors import ConfigUnsupportedError, StepError
+from smpc.sharding.tensors import local
+
+_MIXED = "mixed torch.Tensor and DTensor"  # in torch's error
+_SET_DATA = cast(Any, Tensor).data.__set__
+_AS_THEY_ARE = ("__get__", "__set__", "__delete__")
+
+
+class OutsideUses:
+    """See above. `parameters`: by name. `num_ranks`: that all of them are on; `note`: called with each that gets a gradient so."""
+
+    def __init__(
+        self, parameters: Mapping[str, nn.Parameter], num_ranks: int, note: Callable[[nn.Parameter], None]
+    ) -> None:
+        self._parameters, self._num_ranks, self._note = parameters, num_ranks, note
+        self._is_found = False
+        self._known: set[tuple[bool, bool]] = set()
+
+    @contextmanager
+    def looking(self, *, trains: bool) -> Iterator[None]:
+        """Around a call of the model. `trains`: in a training step."""
+        kind = trains, torch.is_grad_enabled()
+        if not self._is_found and kind in self._known:
+            try:
+                yield
+            except RuntimeError as error:
+                if _MIXED not in str(error):
+                    raise
+                raise StepError(
+                    "sharded parameters: expected parameters to be used by their blocks alone, as in the first step, found a use outside "
+                    "of a block that does not run; use them so in the first step, too, or call the block"
+                ) from error
+            return
+        with _Look(self):
+            yield
+        self._known.add(kind)
+
+    def whole(self, part: DTensor, func: Any) -> Tensor:
+        """A whole tensor for an operation. Collective."""
+        if part.device_mesh.size() != self._num_ranks:
+            raise self.refusal(
+                part, f"{_name_of(func)} uses it outside of its block, and only some ranks hold it; call its block"
+            )
+        self._begin()
+        found: Tensor = part.full_tensor(grad_placements=[Partial()] * part.device_mesh.ndim)
+        return _Averaged.apply(found, self._num_ranks) if found.requires_grad else found  # type: ignore[no-untyped-call]
+
+    @torch.no_grad()
+    def write(self, part: DTensor, value: Tensor) -> None:
+        """`part.data = value`, of which torch would keep nothing."""
+        if not isinstance(value, DTensor) or value.placements != part.placements:
+            raise self.refusal(
+                part, f"expected data in parts, found {type(value).__name__}; write it in its block's forward"
+            )
+        self._begin()
+        local(part).copy_(local(value))
+
+    def _begin(self) -> None:
+        """There is a use: the parameters take gradients of this way from now on."""
+        if not self._is_found:
+            self._is_found = True
+            for parameter in self._parameters.values():
+                if parameter.requires_grad:
+                    parameter.register_hook(partial(self._settle, parameter))  # type: ignore[no-untyped-call]
+
+    def _settle(self, parameter: nn.Parameter, grad: Tensor) -> Tensor:
+        """A gradient of this way, in the parts that the parameter has."""
+        self._note(parameter)
+        placements = cast(DTensor, parameter).placements
+        return cast(DTensor, grad).redistribute(placements=placements)
+
+    def refusal(self, part: DTensor, why: str) -> ConfigUnsupportedError:
+        """An error about a parameter, or what was made of parts of some."""
+        name = next((name for name, own in self._parameters.items() if id(own) == id(part)), "parts of parameters")
+        return ConfigUnsupportedError(f"sharded parameters: {name}: {why}")
+
+
+class _Look(TorchFunctionMode):
+    def __init__(self, uses: OutsideUses) -> None:
+        super().__init__()
+        self._uses = uses
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Called by torch for every function."""
+        kwargs = kwargs or {}
+        given = [*_tensors((*args, *kwargs.values()))]
+        parts = [tensor for tensor in given if isinstance(tensor, DTensor)]
+        if parts and func == _SET_DATA and given[0] is parts[0]:
+            return self._uses.write(parts[0], args[1])
+        if not parts or len(parts) == len(given) or _name_of(func) in _AS_THEY_ARE:
+            return func(*args, **kwargs)
+        if _writes(func) and isinstance(given[0], DTensor):
+            raise self._uses.refusal(
+                given[0],
+                f"expected its block to write into it, found {_name_of(func)} outside of it; do that in the block's forward",
+            )
+        args, kwargs = tree_map_only(DTensor, lambda part: self._uses.whole(part, func), (args, kwargs))
+        return func(*args, **kwargs)
+
+
+class _Averaged(torch.autograd.Function):
+    """Ranks' gradients are added up: divided by their number, that is the average of their losses'."""
+
+    @staticmethod
+    def forward(ctx: Any, whole: Tensor, num_ranks: int) -> Tensor:
+        """The tensor itself."""
+        ctx.num_ranks = num_ranks
+        return whole.view_as(whole)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        """Its gradient, divided."""
+        return grads[0] / ctx.num_ranks, None
+
+
+def _tensors(values: Any) -> Iterator[Tensor]:
+    for value in values:
+        if isinstance(value, Tensor):
+            yield value
+        elif isinstance(value, (list, tuple)):
+            yield from _tensors(value)
+
+
+def _name_of(func: Any) -> str:
+    return str(getattr(func, "__name__", func))
+
+
+def _writes(func: Any) -> bool:
+    name = _name_of(func)
+    return name == "__setitem__" or (name.endswith("_") and not name.endswith("__")) or name.startswith("__i")

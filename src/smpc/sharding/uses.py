@@ -1,0 +1,105 @@
+"""Which parameters of sharded units a step has used: the same on all ranks, though their batches have not used the same ones.
+
+torch reduces the gradients that a rank has, unit by unit, one message for each. Ranks whose batches take other branches (a head for each
+task, a layer for some batches) would send messages of other sizes, or gradients of one parameter in the place of another's:
+
+    rank 0    body, head a     --.
+    rank 1    body, head b     --+--> body, head a, head b: what a rank has no gradient of counts there as zero
+
+    uses = Uses(units, group)
+    uses.begin()                     a step begins
+    ...                              what is reduced in its backwards has a gradient of each parameter
+    uses.end()                       is there something left to reduce? Parameters that no rank has used have no gradient again
+
+As in DistributedDataParallel, a parameter that some rank has used is averaged over all, and one that none has used keeps the gradient None.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
+
+
+class Uses:
+    """See above. `group`: all ranks that the units are reduced over."""
+
+    def __init__(self, units: Iterable[FSDPModule], group: dist.ProcessGroup) -> None:
+        found = (unit._get_fsdp_state()._fsdp_param_group for unit in units)
+        self._groups: list[Any] = [group for group in found if group is not None]
+        self._process_group = group
+        self._is_open = False
+        self._used: set[int] = set()  # of this step on this rank, by identity
+        self._had: set[int] = set()  # a gradient before this step, alike on all ranks
+        for each in self._groups:
+            each.post_backward = functools.partial(self._reduce, each, each.post_backward)
+
+    def begin(self) -> None:
+        """A step begins."""
+        self._is_open = True
+        self._used.clear()
+        self._had = {id(p) for p in self._parameters() if p.sharded_param.grad is not None}
+
+    def note(self, parameter: Tensor) -> None:
+        """A parameter, in parts, gets its gradient elsewhere than in its unit's backward."""
+        self._used.update(id(each) for each in self._parameters() if each.sharded_param is parameter)
+
+    def end(self) -> bool:
+        """All backwards are done. Whether some rank has gradients that wait to be reduced: then all have the same ones. Collective."""
+        if not self._is_open:
+            return False
+        self._is_open = False
+        every = self._parameters()
+        used = [id(each) in self._used or _has_gradient(each) for each in every]
+        waits = [any(_has_gradient(each) for each in _trained(group)) for group in self._groups]
+        device = every[0].sharded_param.device if every else torch.device("cpu")
+        counts = torch.tensor([*used, *waits], dtype=torch.int32, device=device)
+        dist.all_reduce(counts, group=self._process_group)
+        found = [bool(count) for count in counts.tolist()]
+        is_used = {id(each): count for each, count in zip(every, found[: len(every)], strict=True)}
+        for group, waiting in zip(self._groups, found[len(every) :], strict=True):
+            if waiting:
+                _complete([each for each in _trained(group) if is_used[id(each)]])
+        for each in every:
+            if not is_used[id(each)] and id(each) not in self._had:
+                each.sharded_param.grad = None
+        return any(found[len(every) :])
+
+    def _parameters(self) -> list[Any]:
+        return [each for group in self._groups for each in _trained(group)]
+
+    def _reduce(self, group: Any, original: Callable[..., None], *unused: Any) -> None:
+        """In place of torch's own end of a unit's backward."""
+        if self._is_open and group.reduce_grads and group._training_state is not TrainingState.IDLE:
+            trained = _trained(group)
+            self._used.update(id(each) for each in trained if _has_gradient(each))
+            _complete(trained)
+        original(*unused)
+
+
+def _trained(group: Any) -> list[Any]:
+    return [each for each in group.fsdp_params if each.sharded_param.requires_grad]
+
+
+def _has_gradient(parameter: Any) -> bool:
+    """Whether torch's parameter has one that is not reduced yet: in its own dtype, or in that of sums."""
+    whole = getattr(parameter, "_unsharded_param", None)
+    return parameter.unsharded_accumulated_grad is not None or (whole is not None and whole.grad is not None)
+
+
+def _complete(parameters: Iterable[Any]) -> None:
+    """Give those without a gradient zeros. torch reduces gradients of one dtype together: all are sums if one of them is."""
+    there = [each for each in parameters if hasattr(each, "_unsharded_param")]
+    sums = next((s.dtype for each in there if (s := each.unsharded_accumulated_grad) is not None), None)
+    for each in there:
+        whole: Tensor = each._unsharded_param
+        if not _has_gradient(each):
+            whole.grad = torch.zeros_like(whole)
+        if sums is not None and each.unsharded_accumulated_grad is None and whole.grad is not None:
+            each.unsharded_accumulated_grad, whole.grad = whole.grad.to(sums), None

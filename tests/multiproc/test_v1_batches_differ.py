@@ -1,0 +1,150 @@
+"""Sharded parameters of which replicas use different ones in a step: a head for each task, a layer that some batches skip."""
+
+import pytest
+import torch
+from executor_harness import run_workers
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+import smpc.v1 as smp
+from smpc.errors import PeerError, StepError
+
+STEPS, MB, REPLICAS = 4, 2, 2
+FOR_THE_STEP = {"fully_shard": True}
+FOR_A_MICROBATCH = {
+    "sharded_data_parallel_degree": 2,
+    "sdp_gradient_clipping": 0.0,
+    "sdp_param_persistence_threshold": 0,
+}
+WHILE_RUNNING = FOR_A_MICROBATCH | {"sdp_max_live_parameters": 1}
+
+
+class Block(nn.Module):
+    """Whether its last layer is used depends on the batch."""
+
+    def __init__(self):
+        super().__init__()
+        self.up, self.down, self.more = nn.Linear(6, 10), nn.Linear(10, 6), nn.Linear(6, 6)
+
+    def forward(self, x, uses_more):
+        x = x + self.down(torch.tanh(self.up(x)))
+        return x + self.more(x) if uses_more else x
+
+
+class Tasks(nn.Module):
+    """A head of one size for each of three tasks; the third one never comes. `swaps`: so do blocks."""
+
+    def __init__(self, swaps):
+        super().__init__()
+        self.embed, self.swaps = nn.Embedding(9, 6), swaps
+        self.blocks = nn.ModuleList([Block() for _ in range(3)])
+        self.heads = nn.ModuleDict({str(task): nn.Linear(6, 9) for task in range(3)})
+
+    def forward(self, ids):
+        task = int(ids[0, 0]) % 2
+        x = self.blocks[0](self.embed(ids), uses_more=task == 1)
+        x = self.blocks[1 + (task if self.swaps else 0)](x, uses_more=task == 0)
+        return nn.functional.cross_entropy(self.heads[str(task)](x).flatten(0, 1), ids.flatten())
+
+
+@smp.step
+def train_step(model, ids):
+    loss = model(ids)
+    model.backward(loss)
+    return loss
+
+
+@smp.step
+def evaluate(model, ids):
+    return model(ids)
+
+
+def make(swaps):
+    torch.manual_seed(3)
+    return Tasks(swaps).double()
+
+
+def batch(step, part):
+    """In the first step each replica has a task of its own, and in the last one all have the same."""
+    ids = torch.randint(9, (2 * MB, 8), generator=torch.Generator().manual_seed(10 * step + part))
+    tasks = torch.tensor([[part, part], [part, 1 - part], [0, part], [1, 1]])[step]
+    ids[::2, 0] = tasks + 2
+    return ids
+
+
+def optimizer_of(parameters):
+    return torch.optim.AdamW(parameters, lr=0.1, eps=1.0)  # whose decay tells a gradient of zero from none
+
+
+def expected(swaps):
+    """Losses, parameters after each step, and who has a gradient, of one process over all samples; it clears every other step."""
+    model = make(swaps)
+    optimizer, losses, states, reached = optimizer_of(model.parameters()), [], [], []
+    for step in range(STEPS):
+        if step % 2 == 0:
+            optimizer.zero_grad()
+        found = [model(ids) for part in range(REPLICAS) for ids in batch(step, part).chunk(MB)]
+        (sum(found) / len(found)).backward()
+        optimizer.step()
+        losses.append((sum(found) / len(found)).item())
+        states.append({name: value.clone() for name, value in model.state_dict().items()})
+        reached.append({name for name, p in model.named_parameters() if p.grad is not None})
+    return losses, states, reached
+
+
+def begin(config, swaps):
+    smp.init({"microbatches": MB, "ddp": True, **config})
+    model = smp.DistributedModel(make(swaps))
+    return model, smp.DistributedOptimizer(optimizer_of(model.parameters()))
+
+
+def trained(rank, folder, cases):
+    found = []
+    for config, swaps in cases:
+        model, optimizer = begin(config, swaps)
+        losses, states, reached = [], [], []
+        for step in range(STEPS):
+            if step % 2 == 0:
+                optimizer.zero_grad()
+            loss = train_step(model, batch(step, smp.data_rank())).reduce_mean()
+            optimizer.step()
+            losses.append(torch.stack(smp.allgather(loss.detach(), smp.WORLD)).mean().item())
+            states.append(model.state_dict())
+            reached.append({name for name, p in model.named_parameters() if p.grad is not None})
+            assert all(isinstance(p, DTensor) for p in model.local_parameters())
+        if not swaps:
+            evaluate(model, batch(0, smp.data_rank()))
+        found.append((swaps, losses, states, reached))
+        smp.shutdown()
+    return found
+
+
+def test_replicas_may_use_different_parameters(tmp_path):
+    """Heads of one size got each other's gradients, without a word; of other sizes, or different blocks, ranks hung or were aborted."""
+    cases = [(FOR_THE_STEP, False), (FOR_THE_STEP, True), (FOR_A_MICROBATCH, False), (WHILE_RUNNING, False)]
+    for results in run_workers(trained, REPLICAS, tmp_path, cases):
+        for swaps, *numbers, reached in results:
+            *reference, with_gradients = expected(swaps)
+            torch.testing.assert_close(numbers, reference, rtol=1e-10, atol=1e-11)
+            assert reached == with_gradients
+
+
+def refused(rank, folder, config, trains):
+    model, _ = begin(config, swaps=True)
+    if not trains:
+        train_step(model, batch(3, smp.data_rank()))
+    with pytest.raises((StepError, PeerError)) as error, torch.set_grad_enabled(trains):
+        (train_step if trains else evaluate)(model, batch(0, smp.data_rank()))
+    return str(error.value)
+
+
+@pytest.mark.parametrize("config", [FOR_A_MICROBATCH, WHILE_RUNNING])
+def test_replicas_that_call_different_blocks_are_told(tmp_path, config):
+    """One block's parameters were gathered in the place of another's, without a word."""
+    for text in run_workers(refused, REPLICAS, tmp_path, config, True):
+        assert "rank 0: blocks.1, rank 1: blocks.2" in text
+
+
+def test_evaluations_that_call_different_blocks_are_told(tmp_path):
+    for text in run_workers(refused, REPLICAS, tmp_path, FOR_THE_STEP, False):
+        assert "rank 0: blocks.1, rank 1: blocks.2" in text

@@ -1,0 +1,179 @@
+"""Sharded parameters that code uses without calling their block, and what forwards write into parameters."""
+
+import copy
+
+import pytest
+import torch
+from executor_harness import run_workers
+from torch import nn
+
+import smpc.v1 as smp
+from smpc.errors import ConfigUnsupportedError, PeerError
+
+STEPS, MB, REPLICAS = 3, 2, 2
+FOR_THE_STEP = {"fully_shard": True}
+FOR_A_MICROBATCH = {
+    "sharded_data_parallel_degree": 2,
+    "sdp_gradient_clipping": 0.0,
+    "sdp_param_persistence_threshold": 0,
+}
+WHILE_RUNNING = FOR_A_MICROBATCH | {"sdp_max_live_parameters": 1}
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(6, 10), nn.Linear(10, 6)
+
+    def forward(self, x):
+        return x + self.down(torch.tanh(self.up(x)))
+
+
+class Base(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed, self.head = nn.Embedding(9, 6), nn.Linear(6, 9)
+        self.blocks = nn.ModuleList([Block() for _ in range(3)])
+
+    def body(self, x):
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+    def forward(self, ids):
+        return nn.functional.cross_entropy(self.head(self.body(self.embed(ids))).flatten(0, 1), ids.flatten())
+
+
+class Borrows(Base):
+    """Before the blocks run, after them, several weights together, and a penalty on all of them."""
+
+    def forward(self, ids):
+        x = self.embed(ids)
+        x = nn.functional.linear(nn.functional.linear(x, self.blocks[0].up.weight), self.blocks[2].down.weight)
+        x = self.body(x) * torch.stack([block.down.bias for block in self.blocks]).mean(0).exp()
+        x = x @ self.blocks[1].up.weight.T[:, :6]
+        penalty = sum(p.pow(2).sum() for p in self.blocks.parameters())
+        return nn.functional.cross_entropy(self.head(x).flatten(0, 1), ids.flatten()) + 1e-2 * penalty
+
+
+class Writes(Base):
+    """A table of bounded rows, a clamped weight, and a second body that follows the first one."""
+
+    def __init__(self, assigns):
+        super().__init__()
+        self.assigns, self.table = assigns, nn.Embedding(9, 6, max_norm=0.7)
+        self.second = copy.deepcopy(self.blocks).requires_grad_(False)
+
+    def forward(self, ids):
+        x = self.embed(ids) + self.table(torch.arange(9)).mean(0)
+        with torch.no_grad():
+            self.head.weight.clamp_(-0.2, 0.2)
+            for mine, other in zip(self.second.parameters(), self.blocks.parameters(), strict=True):
+                if self.assigns:
+                    mine.data = mine.data * 0.9 + other.data * 0.1
+                else:
+                    mine.data.mul_(0.9).add_(other.data, alpha=0.1)
+            y = x
+            for block in self.second:
+                y = block(y)
+        x = self.body(x)
+        return nn.functional.cross_entropy(self.head(x).flatten(0, 1), ids.flatten()) + (x - y).pow(2).mean()
+
+
+MODELS = {"borrows": Borrows, "writes": lambda: Writes(False), "assigns": lambda: Writes(True)}
+
+
+@smp.step
+def train_step(model, ids):
+    loss = model(ids)
+    model.backward(loss)
+    return loss
+
+
+@smp.step
+def evaluate(model, ids):
+    return model(ids)
+
+
+def make(name):
+    torch.manual_seed(3)
+    return MODELS[name]().double()
+
+
+def batch(step, part):
+    return torch.randint(9, (2 * MB, 8), generator=torch.Generator().manual_seed(10 * step + part))
+
+
+def optimizer_of(parameters):
+    return torch.optim.AdamW(parameters, lr=0.1, eps=1.0)
+
+
+def expected(name):
+    """Losses and the state of a model whose replicas are copies, which write the same."""
+    model = make(name)
+    optimizer, losses = optimizer_of(model.parameters()), []
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        found = []
+        for part in range(REPLICAS):
+            replica = copy.deepcopy(model)
+            for own, parameter in zip(replica.parameters(), model.parameters(), strict=True):
+                own.grad = parameter.grad
+            for ids in batch(step, part).chunk(MB):
+                found.append(replica(ids))
+                (found[-1] / MB / REPLICAS).backward()
+            for own, parameter in zip(replica.parameters(), model.parameters(), strict=True):
+                parameter.grad = own.grad
+        model.load_state_dict(replica.state_dict())
+        optimizer.step()
+        losses.append(torch.stack(found).mean().item())
+    with torch.no_grad():
+        losses.append(model(batch(STEPS, 0)).item())
+    return losses, model.state_dict()
+
+
+def trained(rank, folder, cases):
+    results = []
+    for name, config in cases:
+        smp.init({"microbatches": MB, "ddp": True, **config})
+        model = smp.DistributedModel(make(name))
+        optimizer = smp.DistributedOptimizer(optimizer_of(model.parameters()))
+        losses = []
+        for step in range(STEPS):
+            optimizer.zero_grad()
+            loss = train_step(model, batch(step, smp.data_rank())).reduce_mean()
+            optimizer.step()
+            losses.append(torch.stack(smp.allgather(loss.detach(), smp.WORLD)).mean().item())
+        with torch.no_grad():
+            losses.append(model(batch(STEPS, 0)).item())
+        results.append((name, losses, model.state_dict()))
+        smp.shutdown()
+    return results
+
+
+@pytest.mark.parametrize("config", [FOR_THE_STEP, FOR_A_MICROBATCH, WHILE_RUNNING])
+def test_training_is_that_of_one_process(tmp_path, config):
+    """Uses were an error of torch's that names nothing; of what was written nothing stayed, without a word."""
+    for results in run_workers(trained, REPLICAS, tmp_path, [(name, config) for name in MODELS]):
+        for name, *found in results:
+            torch.testing.assert_close(found, list(expected(name)), rtol=1e-10, atol=1e-11)
+
+
+class WritesElsewhere(Base):
+    def forward(self, ids):
+        with torch.no_grad():
+            self.blocks[1].up.weight.mul_(torch.full((10, 6), 0.5))
+        return super().forward(ids)
+
+
+def refused(rank, folder):
+    smp.init({"microbatches": MB, "ddp": True, **WHILE_RUNNING})
+    model = smp.DistributedModel(WritesElsewhere())
+    with pytest.raises((ConfigUnsupportedError, PeerError)) as error:
+        train_step(model, batch(0, rank))
+    return str(error.value)
+
+
+def test_writes_of_ordinary_tensors_into_blocks_that_do_not_run_are_refused_by_name(tmp_path):
+    for text in run_workers(refused, REPLICAS, tmp_path):
+        assert "blocks.1.up.weight: expected its block to write into it, found mul_ outside of it" in text
