@@ -66,7 +66,7 @@ class PendingProduct:
 
     def root(self) -> Tensor:
         """A node whose backward computes the gradients and gives them away, so that none is copied on its way into `.grad`."""
-        result: Tensor = _Products.apply(self, *self.parameters)  # type: ignore[no-untyped-call]
+        result: Tensor = _ProductRoot.apply(self, *self.parameters)  # type: ignore[no-untyped-call]
         return result
 
     def compute(self) -> Sequence[Tensor]:
@@ -193,7 +193,7 @@ def _accumulate_sums(entries: list[Entry]) -> None:
         torch.autograd.backward(list(sums), list(sums.values()))
 
 
-class _Products(torch.autograd.Function):
+class _ProductRoot(torch.autograd.Function):
     """See `Product.root`."""
 
     @staticmethod

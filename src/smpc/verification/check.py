@@ -33,7 +33,7 @@ from smpc.tracer.ir import Trace
 from smpc.tracer.structure import flatten, input_path
 from smpc.verification.attributes import Place, settled_places
 from smpc.verification.bounds import Bounds
-from smpc.verification.first_difference import Difference, differences, locate, owner_first
+from smpc.verification.first_difference import FirstDifference, differences, locate, owner_first
 from smpc.verification.paired_runs import Conditions, RunResults, by_stage, run_compiled, run_eager, run_replayed
 from smpc.verification.random_state import RandomState, kept
 
@@ -150,7 +150,7 @@ class _Check:
             return Verified(expected.num_compared, self.bounds, unstable)
         raise VerificationError(self._text(start, wrong, expected.num_compared))
 
-    def _text(self, start: RandomState, wrong: list[Difference], num_compared: int) -> str:
+    def _text(self, start: RandomState, wrong: list[FirstDifference], num_compared: int) -> str:
         place = locate(self.model, self.compilation, self.inputs, self.conditions, start, self.bounds)
         lines = [
             f"expected the compiled programs to do what the model does, {self.bounds.text}, found that {len(wrong)} of {num_compared} "

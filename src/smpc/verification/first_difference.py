@@ -46,7 +46,7 @@ from smpc.verification.random_state import RandomState
 
 
 @dataclass(frozen=True)
-class Difference:
+class FirstDifference:
     """A result that is not eager's. `kind`: "output", "gradient" and so on; `owner`: FQN of the module that it belongs to."""
 
     kind: str
@@ -65,38 +65,40 @@ class Difference:
 
 def differences(
     expected: RunResults, found: RunResults, bounds: Bounds, settled: frozenset[Place] | None
-) -> Iterator[Difference]:
+) -> Iterator[FirstDifference]:
     """The differences between two runs, by kind. `settled`: attributes that may differ; None: no attributes are compared."""
     allowed = bounds.of_others
     for name in dict.fromkeys((*expected.outputs, *found.outputs)):
         text = _leaf_difference(expected.outputs.get(name), found.outputs.get(name), bounds)
         if text:
-            yield Difference("output", name, "", text)
+            yield FirstDifference("output", name, "", text)
     for name, gradient in expected.gradients.items():
         text = difference(gradient, found.gradients[name], bounds.of_gradient(name))
         if text:
-            yield Difference("gradient", name, _owner(name), text)
+            yield FirstDifference("gradient", name, _owner(name), text)
     for name in dict.fromkeys((*expected.buffers, *found.buffers)):
         text = difference(expected.buffers.get(name), found.buffers.get(name), allowed)
         if text:
-            yield Difference("buffer", name, _owner(name), text)
+            yield FirstDifference("buffer", name, _owner(name), text)
     for name, value in expected.written.items():
         text = difference(value, found.written[name], allowed)
         if text:
-            yield Difference("parameter", name, _owner(name), text)
+            yield FirstDifference("parameter", name, _owner(name), text)
     for name in sorted({*expected.overwritten, *found.overwritten}):
-        yield Difference("parameter", name, _owner(name), "it is written into, and the recording does not know of it")
+        yield FirstDifference(
+            "parameter", name, _owner(name), "it is written into, and the recording does not know of it"
+        )
     for name, requires_grad in expected.frozen.items():
         if found.frozen[name] != requires_grad:
-            yield Difference(
+            yield FirstDifference(
                 "parameter", name, _owner(name), f"expected requires_grad {requires_grad}, found the contrary"
             )
     pairs = () if settled is None else attribute_differences(expected.model, found.model, settled)
     for fqn, name, text in pairs:
-        yield Difference("attribute", f"{fqn}.{name}" if fqn else name, fqn, text)
+        yield FirstDifference("attribute", f"{fqn}.{name}" if fqn else name, fqn, text)
     for name, state in expected.random.items():
         if state != found.random[name]:
-            yield Difference("random state", name, "", "other numbers have been drawn, or another count of them")
+            yield FirstDifference("random state", name, "", "other numbers have been drawn, or another count of them")
 
 
 def _leaf_difference(expected: object, found: object, bounds: Bounds) -> str:
@@ -156,7 +158,7 @@ def locate(
             return f"unknown, as looking for it raised {type(error).__name__}: {error}"
 
 
-def owner_first(trace: Trace, wrong: Sequence[Difference]) -> str:
+def owner_first(trace: Trace, wrong: Sequence[FirstDifference]) -> str:
     """The module of the first difference; for gradients, whose differences spread backwards, the last one in forward order."""
     first = {node.target: i for i, node in reversed(list(enumerate(trace.nodes))) if node.kind is NodeKind.CALL_MODULE}
     first |= {call.fqn: call.first for call in reversed(trace.calls)}
