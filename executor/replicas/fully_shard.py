@@ -245,9 +245,9 @@ class ModuleShards:
         make_equal([module], group, apart)
         self._scalars, known = _Scalars([module], group), list(units(module))
         self._sharded = shard(module, known, mesh, options, self._scalars.all(), group=group)
-        self._order = SameBlocks(module, known, group)
         parts = {name: p for name, p in module.named_parameters() if isinstance(p, DTensor)}
-        self._outside = OutsideUses(parts, group.size(), self._sharded.note)
+        self._order = SameBlocks(module, known, group, parts)
+        self._outside = OutsideUses(parts, group.size(), self._sharded.note, self._order.tell_use)
         self.exchanged = self._sharded.exchanged
 
     def release(self) -> None:
@@ -264,8 +264,11 @@ class ModuleShards:
     @contextmanager
     def running(self, *, trains: bool) -> Iterator[None]:
         """Around what calls the module: ranks that are about to gather different blocks raise a StepError."""
-        with self._order.told(trains), self._outside.looking(trains=trains):
+        looks = self._outside.is_looking(trains=trains)
+        with self._order.told(trains, looks), self._outside.looking(trains=trains):
             yield
+        if looks and self._order.any_rank(self._outside.is_found):
+            self._outside.begin()
 
     def before_last_backward(self, stage: int, roots: Sequence[Tensor]) -> None:
         """Nothing: blocks that wait for the end of the step are reduced there, in one order on all ranks."""

@@ -37,6 +37,7 @@ from smpc.experts.listed import spread_out
 from smpc.experts.stacked import Options, cut
 from smpc.experts.structure import Found, Listed, Stacked, find_experts, register_experts, shared_and_trained
 from smpc.experts.whole import ExpertHoldings
+from smpc.in_place.skeleton import plain_name
 from smpc.optimizers.split_parameters import note_split
 
 _ROUTERS = ("none", "balanced")
@@ -78,7 +79,7 @@ class ExpertParallelModule(nn.Module):
     def expert_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """This rank's expert parameters, by their names in the model. Other ranks have other values under these names."""
         own = self._holdings.own()
-        return ((name, parameter) for name, parameter in self.model.named_parameters() if name in own)
+        return ((name, each) for name, each in self.model.named_parameters() if plain_name(name) in own)
 
     def apart(self, mesh: DeviceMesh, group: dist.ProcessGroup) -> ExpertsApart:
         """This rank's experts for `StageShards(stages, replicas, ..., apart=...)`: sharded over the ranks that hold the same experts.
@@ -126,7 +127,7 @@ class ExpertParallelModule(nn.Module):
         self._holdings.load(self._state(), state)
 
     def _state(self) -> dict[str, Tensor]:
-        return dict(self.model.state_dict(keep_vars=True))
+        return {plain_name(name): value for name, value in self.model.state_dict(keep_vars=True).items()}
 
 
 def shard(

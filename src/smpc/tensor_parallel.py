@@ -62,8 +62,6 @@ class ShardedModule(RecordedModule):
         place(model, rewritten, group)
         self._begin(model)
         self._programs[model.training] = build_program(model, trace, traced)
-        if group.process_group is not None:
-            note_split(model, self.layouts, group.process_group)
 
     @property
     def rewritten(self) -> ShardedTrace:
@@ -73,13 +71,7 @@ class ShardedModule(RecordedModule):
     @property
     def layouts(self) -> Mapping[str, Layout]:
         """How this rank's sliced parameters are sliced, by every name that they have."""
-        sliced = dict(self.rewritten.layouts)
-        return {
-            name: sliced[state.name]
-            for state in self.rewritten.trace.state
-            if state.name in sliced
-            for name in state.names
-        }
+        return _by_every_name(self.rewritten)
 
     def whole_state_dict(self) -> dict[str, Tensor]:
         """The whole model's `state_dict`, on every rank; all must call it."""
@@ -135,6 +127,13 @@ def place(model: nn.Module, sharded: ShardedTrace, group: TensorGroup) -> None:
         raise ConfigError(f"expected a group of {sharded.degree} tensor-parallel ranks, found one of {group.size}")
     vars(model)[GROUP] = group
     slice_parameters(model, dict(sharded.layouts), group)
+    if group.process_group is not None:
+        note_split(model, _by_every_name(sharded), group.process_group)
+
+
+def _by_every_name(sharded: ShardedTrace) -> dict[str, Layout]:
+    layouts = dict(sharded.layouts)
+    return {name: layouts[state.name] for state in sharded.trace.state if state.name in layouts for name in state.names}
 
 
 def _sharded(traced: Traced) -> ShardedTrace:

@@ -6,10 +6,11 @@ import pytest
 import torch
 import torch.distributed as dist
 from executor_harness import run_workers
-from expert_models import make, one_process, tokens
+from expert_models import LoopBlock, make, one_process, tokens
 from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import apply_activation_checkpointing
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 
 from smpc import expert_parallel, tensor_parallel
 from smpc.errors import ConfigError, StepError, UsageError
@@ -136,7 +137,12 @@ def clips_experts(rank, folder, name, more):
     else:
         model(**tokens(rank))["loss"].backward()
         model.average_gradients()
-    return nn.utils.clip_grad_norm_(model.parameters(), 0.1).item(), model.whole_gradients()
+    if more:
+        apply_activation_checkpointing(model, check_fn=lambda module: isinstance(module, LoopBlock))
+        with pytest.raises(UsageError, match="FullyShardedDataParallel: expected parameters that this rank has whole"):
+            FullyShardedDataParallel(model, device_id=torch.device("cpu"))
+    held = [parameter for parameter in model.parameters() if parameter.grad is not None]
+    return nn.utils.clip_grad_norm_(held, 0.1).item(), model.whole_gradients()
 
 
 @pytest.mark.parametrize(("name", "more"), [("MixtralForCausalLM", {}), ("loop", {"num_experts": 5})])

@@ -148,3 +148,17 @@ def test_replicas_that_call_different_blocks_are_told(tmp_path, config):
 def test_evaluations_that_call_different_blocks_are_told(tmp_path):
     for text in run_workers(refused, REPLICAS, tmp_path, FOR_THE_STEP, False):
         assert "rank 0: blocks.1, rank 1: blocks.2" in text
+
+
+def refused_outside_of_steps(rank, folder):
+    model, _ = begin(FOR_THE_STEP, swaps=True)
+    train_step(model, batch(3, smp.data_rank()))
+    with pytest.raises((StepError, PeerError)) as error:
+        model(batch(0, smp.data_rank())).backward()
+    return str(error.value)
+
+
+def test_calls_outside_of_steps_with_different_blocks_are_told(tmp_path):
+    """The backward gathers each block anew, and had taken one block's parameters for another's."""
+    for text in run_workers(refused_outside_of_steps, REPLICAS, tmp_path):
+        assert "rank 0: blocks.1, rank 1: blocks.2" in text

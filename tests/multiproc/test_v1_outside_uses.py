@@ -8,7 +8,7 @@ from executor_harness import run_workers
 from torch import nn
 
 import smpc.v1 as smp
-from smpc.errors import ConfigUnsupportedError, PeerError
+from smpc.errors import ConfigUnsupportedError, PeerError, StepError
 
 STEPS, MB, REPLICAS = 3, 2, 2
 FOR_THE_STEP = {"fully_shard": True}
@@ -177,3 +177,23 @@ def refused(rank, folder):
 def test_writes_of_ordinary_tensors_into_blocks_that_do_not_run_are_refused_by_name(tmp_path):
     for text in run_workers(refused, REPLICAS, tmp_path):
         assert "blocks.1.up.weight: expected its block to write into it, found mul_ outside of it" in text
+
+
+class BorrowsByRank(Base):
+    def forward(self, ids):
+        x = nn.functional.linear(self.embed(ids), self.blocks[int(ids[0, 0])].up.weight)
+        return nn.functional.cross_entropy(self.head(self.body(x[..., :6])).flatten(0, 1), ids.flatten())
+
+
+def borrows_other_ones(rank, folder):
+    smp.init({"microbatches": 1, "ddp": True, **WHILE_RUNNING})
+    model = smp.DistributedModel(BorrowsByRank().double())
+    with pytest.raises((StepError, PeerError)) as error:
+        train_step(model, torch.full((2, 4), rank))
+    return str(error.value)
+
+
+def test_ranks_that_use_the_parameters_of_different_blocks_are_told(tmp_path):
+    """One parameter had been gathered in the place of the other."""
+    for text in run_workers(borrows_other_ones, REPLICAS, tmp_path):
+        assert "rank 0: a use of blocks.0.up.weight, rank 1: a use of blocks.1.up.weight" in text

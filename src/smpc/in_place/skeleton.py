@@ -28,6 +28,13 @@ from torch.utils._pytree import tree_map_only
 _INSIDE = ("_fsdp_wrapped_module", "_checkpoint_wrapped_module", "_orig_mod")
 
 
+def plain_name(name: str) -> str:
+    """A name as the model has it without wrappers."""
+    for part in _INSIDE:
+        name = name.replace(f"{part}.", "")
+    return name
+
+
 def unwrapped(module: nn.Module) -> nn.Module:
     """The script's own module, without what is around it."""
     while (name := next((each for each in _INSIDE if each in module._modules), None)) is not None:

@@ -6,6 +6,7 @@
     torch.nn.utils.clip_grad_norm_            the norm of all ranks' parts, each whole parameter counted once
     torch.nn.utils.get_total_norm             refused
     torch.amp.GradScaler                      an overflow of one rank counts for all
+    FullyShardedDataParallel                  refused
     DistributedDataParallel, fully_shard      refused over ranks that have other parts: these would give all of them the first one's, or
                                               put parts of different ranks together
     the first step of an optimizer            refused if an element's update depends on others of the parameter
@@ -26,6 +27,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.fsdp._fully_shard import _fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
@@ -41,27 +43,50 @@ from smpc.optimizers.torch_patches import (
     replace_unscaling,
 )
 
-_split: weakref.WeakKeyDictionary[nn.Module, list[tuple[frozenset[str], dist.ProcessGroup]]] = (
-    weakref.WeakKeyDictionary()
-)
+_Part = tuple[
+    weakref.ref[nn.Module], str, dist.ProcessGroup
+]  # the module that has the parameter, its name there, who has the others
+_split: weakref.WeakKeyDictionary[nn.Module, list[_Part]] = weakref.WeakKeyDictionary()
 
 
 def note_split(model: nn.Module, names: Collection[str], group: dist.ProcessGroup) -> None:
     """The ranks of `group` hold parts of the model's parameters of these names. A model may be split over several groups."""
     _patch_torch()
-    _split.setdefault(model, []).append((frozenset(names), group))
+    parts = _split.setdefault(model, [])
+    for name in names:
+        path, _, own = name.rpartition(".")
+        parts.append((weakref.ref(model.get_submodule(path)), own, group))
 
 
 def groups_of(tensors: Sequence[Tensor]) -> dict[int, tuple[dist.ProcessGroup, ...]]:
     """By id, of those parameters and gradients among `tensors` that are parts: the groups that have the others."""
     given = {id(tensor) for tensor in tensors}
     found: dict[int, tuple[dist.ProcessGroup, ...]] = {}
-    for model, splits in _split.items():
-        for name, parameter in model.named_parameters(remove_duplicate=False):
-            groups = tuple(group for names, group in splits if name in names)
-            if groups:
-                found.update((id(each), groups) for each in (parameter, parameter.grad) if id(each) in given)
+    for model in list(_split):
+        for parameter, groups in _parts_in(model):
+            found.update((id(each), groups) for each in (parameter, parameter.grad) if id(each) in given)
     return found
+
+
+def _parts_in(model: nn.Module) -> list[tuple[nn.Parameter, tuple[dist.ProcessGroup, ...]]]:
+    """The parts that it has now: parameters may have been replaced, and modules wrapped."""
+    found: dict[int, tuple[nn.Parameter, tuple[dist.ProcessGroup, ...]]] = {}
+    for owner, name, group in _split[model]:
+        module = owner()
+        parameter = None if module is None else module._parameters.get(name)
+        if parameter is not None:
+            _, before = found.get(id(parameter), (None, ()))
+            found[id(parameter)] = parameter, (*before, *(each for each in (group,) if each not in before))
+    return list(found.values())
+
+
+def _groups_to_ask(given: Sequence[Tensor]) -> list[tuple[dist.ProcessGroup, ...]]:
+    """Those of all parts of the models that the tensors belong to: a rank may have been given none of its own, without gradients."""
+    ids, found = {id(tensor) for tensor in given}, list[tuple[dist.ProcessGroup, ...]]()
+    for model in list(_split):
+        if any(id(each) in ids for parameter in model.parameters() for each in (parameter, parameter.grad)):
+            found += [groups for _, groups in _parts_in(model)]
+    return list(dict.fromkeys(found))
 
 
 def _all_groups(tensors: Sequence[Tensor]) -> list[dist.ProcessGroup]:
@@ -73,6 +98,7 @@ def _patch_torch() -> None:
     replace_clipping({"clip_grad_norm_": _clip_grad_norm, "_get_total_norm": _get_total_norm})
     replace_method(DistributedDataParallel, "__init__", _replicated)
     replace_method(_fully_shard, "_init_param_group", _sharded)
+    replace_method(FullyShardedDataParallel, "__init__", _flattened)
     replace_unscaling(_all_groups)
     check_optimizers(
         lambda held: "parts of a model that was given to shard" if groups_of(held) else "", "leave them whole"
@@ -83,11 +109,11 @@ def _patch_torch() -> None:
 class _Parts(NormGroups):
     """Norms of which each group sums one number: of listed experts, ranks may have gradients of other numbers.
 
-    `split`: see `groups_of`. `asked`: the parameters that were given, also those that have no gradient on this rank.
+    `split`: see `groups_of`. `asked`: groups that are asked in any case, as other ranks ask them.
     """
 
     split: Mapping[int, tuple[dist.ProcessGroup, ...]] = field(default_factory=dict)
-    asked: Sequence[Tensor] = ()
+    asked: Sequence[tuple[dist.ProcessGroup, ...]] = ()
 
     def groups_of(self, parameter: Tensor) -> tuple[dist.ProcessGroup, ...]:
         """See NormGroups."""
@@ -98,7 +124,7 @@ class _Parts(NormGroups):
         """See NormGroups."""
         own = [self.groups_of(parameter) for parameter in parameters]
         totals = []
-        for groups in dict.fromkeys(self.groups_of(parameter) for parameter in self.asked):
+        for groups in dict.fromkeys((*self.asked, *own)):
             places = [place for place, found in enumerate(own) if found == groups]
             total = torch.linalg.vector_norm(norms[places], order) if places else norms.new_zeros(())
             for group in groups:
@@ -119,10 +145,11 @@ def _clip_grad_norm(original: Callable[..., Any]) -> Callable[..., Any]:
         if torch.compiler.is_compiling():
             return original(parameters, max_norm, norm_type, error_if_nonfinite, foreach)
         parameters, given = listed(parameters)
-        split = groups_of(given)
-        if not split:
+        asked = _groups_to_ask(given)
+        if not asked:
             return original(parameters, max_norm, norm_type, error_if_nonfinite, foreach)
-        return clip_by(given, max_norm, norm_type, error_if_nonfinite, _Parts(split=split, asked=given), None)
+        parts = _Parts(split=groups_of(given), asked=asked)
+        return clip_by(given, max_norm, norm_type, error_if_nonfinite, parts, None)
 
     return clip_grad_norm_
 
@@ -162,6 +189,23 @@ def _sharded(original: Callable[..., Any]) -> Callable[..., Any]:
         return original(state, parameters, modules, mesh_info, *args, **kwargs)
 
     return init_param_group
+
+
+def _flattened(original: Callable[..., Any]) -> Callable[..., Any]:
+    def init(self: Any, module: nn.Module, *args: Any, **kwargs: Any) -> None:
+        given = inspect.signature(original).bind(self, module, *args, **kwargs).arguments
+        ignored = [*(given.get("ignored_modules") or ()), *(given.get("ignored_states") or ())]
+        spared = {
+            id(one) for each in ignored for one in (each.parameters() if isinstance(each, nn.Module) else (each,))
+        }
+        if groups_of([parameter for parameter in module.parameters() if id(parameter) not in spared]):
+            raise UsageError(
+                "FullyShardedDataParallel: expected parameters that this rank has whole, found parts of a model that was given to shard; "
+                "use fully_shard(module, mesh=...) over the ranks that have the same parts, or ignored_states"
+            )
+        original(self, module, *args, **kwargs)
+
+    return init
 
 
 def _check_ranks(what: str, parameters: Sequence[Tensor], ranks: Sequence[int]) -> None:

@@ -6,7 +6,7 @@ they are gathered for the use, and their gradients averaged like others:
     forward     part --all-gather--> whole, for this operation
     backward    gradient --average over all ranks, of each its part--> .grad
 
-    uses = OutsideUses(parameters, num_ranks, note)
+    uses = OutsideUses(parameters, num_ranks, note, tell)
     with uses.looking(): loss = model(batch)         every torch call is looked at
 
 Looking costs time in every call, so it ends after a first step without such uses. Later ones are a StepError.
@@ -34,20 +34,29 @@ _AS_THEY_ARE = ("__get__", "__set__", "__delete__")
 
 
 class OutsideUses:
-    """See above. `parameters`: by name. `num_ranks`: that all of them are on; `note`: called with each that gets a gradient so."""
+    """See above. `parameters`: by name. `num_ranks`: that all of them are on; `note`: called with each that gets a gradient so; `tell`:
+    with the name of each before it is gathered, as all ranks must gather the same."""
 
     def __init__(
-        self, parameters: Mapping[str, nn.Parameter], num_ranks: int, note: Callable[[nn.Parameter], None]
+        self,
+        parameters: Mapping[str, nn.Parameter],
+        num_ranks: int,
+        note: Callable[[nn.Parameter], None],
+        tell: Callable[[str], None],
     ) -> None:
-        self._parameters, self._num_ranks, self._note = parameters, num_ranks, note
-        self._is_found = False
+        self._parameters, self._num_ranks, self._note, self._tell = parameters, num_ranks, note, tell
+        self.is_found = False
         self._known: set[tuple[bool, bool]] = set()
+
+    def is_looking(self, *, trains: bool) -> bool:
+        """Whether the next call of the model is looked at: there were uses, or none of this kind was. `trains`: in a training step."""
+        return self.is_found or (trains, torch.is_grad_enabled()) not in self._known
 
     @contextmanager
     def looking(self, *, trains: bool) -> Iterator[None]:
-        """Around a call of the model. `trains`: in a training step."""
+        """Around a call of the model."""
         kind = trains, torch.is_grad_enabled()
-        if not self._is_found and kind in self._known:
+        if not self.is_looking(trains=trains):
             try:
                 yield
             except RuntimeError as error:
@@ -68,7 +77,8 @@ class OutsideUses:
             raise self.refusal(
                 part, f"{_name_of(func)} uses it outside of its block, and only some ranks hold it; call its block"
             )
-        self._begin()
+        self.begin()
+        self._tell(self._name(part))
         found: Tensor = part.full_tensor(grad_placements=[Partial()] * part.device_mesh.ndim)
         return _Averaged.apply(found, self._num_ranks) if found.requires_grad else found  # type: ignore[no-untyped-call]
 
@@ -79,13 +89,13 @@ class OutsideUses:
             raise self.refusal(
                 part, f"expected data in parts, found {type(value).__name__}; write it in its block's forward"
             )
-        self._begin()
+        self.begin()
         local(part).copy_(local(value))
 
-    def _begin(self) -> None:
-        """There is a use: the parameters take gradients of this way from now on."""
-        if not self._is_found:
-            self._is_found = True
+    def begin(self) -> None:
+        """There is a use, on some rank: the parameters take gradients of this way from now on, and every call is looked at."""
+        if not self.is_found:
+            self.is_found = True
             for parameter in self._parameters.values():
                 if parameter.requires_grad:
                     parameter.register_hook(partial(self._settle, parameter))  # type: ignore[no-untyped-call]
@@ -98,8 +108,11 @@ class OutsideUses:
 
     def refusal(self, part: DTensor, why: str) -> ConfigUnsupportedError:
         """An error about a parameter, or what was made of parts of some."""
-        name = next((name for name, own in self._parameters.items() if id(own) == id(part)), "parts of parameters")
-        return ConfigUnsupportedError(f"sharded parameters: {name}: {why}")
+        return ConfigUnsupportedError(f"sharded parameters: {self._name(part) or 'parts of parameters'}: {why}")
+
+    def _name(self, part: DTensor) -> str:
+        """Of a parameter; "" for what was made of some."""
+        return next((name for name, own in self._parameters.items() if id(own) == id(part)), "")
 
 
 class _Look(TorchFunctionMode):

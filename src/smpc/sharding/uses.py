@@ -56,10 +56,11 @@ class Uses:
             return False
         self._is_open = False
         every = self._parameters()
+        if not every:
+            return False
         used = [id(each) in self._used or _has_gradient(each) for each in every]
         waits = [any(_has_gradient(each) for each in _trained(group)) for group in self._groups]
-        device = every[0].sharded_param.device if every else torch.device("cpu")
-        counts = torch.tensor([*used, *waits], dtype=torch.int32, device=device)
+        counts = torch.tensor([*used, *waits], dtype=torch.int32, device=self._groups[0].device)
         dist.all_reduce(counts, group=self._process_group)
         found = [bool(count) for count in counts.tolist()]
         is_used = {id(each): count for each, count in zip(every, found[: len(every)], strict=True)}

@@ -61,7 +61,9 @@ class Direct:
                 return self._module(*args, **kwargs)
         self.close()
         self._start()
-        with _running(hooks, trains=True):
+        with _running(
+            hooks, trains=False
+        ):  # what is whole now is gathered again in the backward, as blocks were called
             output = self._module(*args, **kwargs)
         shards = innermost(hooks)
         if isinstance(shards, ModuleShards):

@@ -69,13 +69,14 @@ from smpc.errors import UsageError
 from smpc.executor.collectives import TensorGroup
 from smpc.executor.layer_offload import LayerOffload
 from smpc.experts.stacked import PartOfExperts
+from smpc.in_place.skeleton import plain_name
 from smpc.mesh import Axis
 from smpc.mesh.device_mesh import device_mesh
 from smpc.optimizers.torch_patches import replace_method
 from smpc.sharding.tensors import has_hooks
 from smpc.v2.session.gradient_patch import note_unit, patch_gradients
 from smpc.v2.state_handler import Session, state
-from smpc.v2.transforming.slices import ParameterPart, is_sliced, make_distributed, map_parts, plain_name, slices_of
+from smpc.v2.transforming.slices import ParameterPart, is_sliced, make_distributed, map_parts, slices_of
 
 
 def put_together(state: Any, device: torch.device | None = None, *, keep: bool = True) -> Any:

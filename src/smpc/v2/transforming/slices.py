@@ -40,12 +40,11 @@ from smpc.codegen.rewrite.tensor_parallel.layouts import Layout
 from smpc.errors import CheckpointError
 from smpc.executor.collectives import Pieces, TensorGroup, gathered, pieces_of
 from smpc.executor.sharded_state import replacement, slice_parameters, whole_of
-from smpc.in_place.skeleton import unwrapped
+from smpc.in_place.skeleton import plain_name, unwrapped
 
 Box = tuple[tuple[int, ...], Tensor]  # where it begins in the whole tensor, and what the rank has of it
 
 _SLICES = "_smpc_slices"  # of a transformed model
-_WRAPPED = ("_fsdp_wrapped_module.", "_checkpoint_wrapped_module.", "_orig_mod.")
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,13 +182,6 @@ def slices_of(model: nn.Module) -> PartsByName | None:
     """This rank's slices of a model, whatever wraps it; None if it has all of it."""
     found: PartsByName | None = vars(unwrapped(model)).get(_SLICES)
     return found
-
-
-def plain_name(name: str) -> str:
-    """A name as the model has it without wrappers."""
-    for part in _WRAPPED:
-        name = name.replace(part, "")
-    return name
 
 
 def is_sliced(module: nn.Module) -> bool:
