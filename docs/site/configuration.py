@@ -8,7 +8,7 @@ from typing import Any
 from smpc.compile.options import PipelineOptions
 from smpc.config import Config
 from smpc.config.key import Key, keys_of
-from smpc.v2.session.config import Config as ConfigV2
+from smpc.v2.session.config import SessionConfig
 
 HEAD = """# All configuration keys
 
@@ -38,7 +38,7 @@ def page() -> str:
         ]
         field, key = script.get(name) or compiler[name]
         lines.append(_line(name, "<br>".join(places), field, key, compiler.get(name)))
-    own = [_line(name, "`smpc.v2.init`", *found) for name, found in _keys(ConfigV2).items()]
+    own = [_line(name, "`smpc.v2.init`", *found) for name, found in _keys(SessionConfig).items()]
     return HEAD + COLUMNS + "\n".join(lines) + "\n" + V2 + COLUMNS + "\n".join(own) + "\n"
 
 

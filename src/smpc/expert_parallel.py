@@ -64,8 +64,6 @@ class ExpertParallelModule(nn.Module):
         self.group, self.experts, self.left_whole = group, dict(experts), dict(left_whole)
         self._holdings = holdings
         self.model = model
-        if group.process_group is not None:
-            note_split(model, holdings.own(), group.process_group)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """What the whole model returns for this rank's inputs."""
@@ -154,7 +152,17 @@ def shard(
     """
     group = group if isinstance(group, TensorGroup) else TensorGroup.of(group)
     options = _expert_options(group, dispatch, capacity_factor, router, gradients)
-    confirmed, left_whole = _confirmed_for_expert_parallel(model, group, experts, router)
+    module = cut_experts(model, group, options, experts)
+    if group.process_group is not None:
+        note_split(model, [name for name, _ in module.expert_parameters()], group.process_group)
+    return module
+
+
+def cut_experts(
+    model: nn.Module, group: TensorGroup, options: Options, experts: Sequence[str] | None = None
+) -> ExpertParallelModule:
+    """`shard`, for callers that see themselves to it that gradients, optimizers and wrappers know of parts."""
+    confirmed, left_whole = _confirmed_for_expert_parallel(model, group, experts, options.router)
     found: list[Found] = [one.experts if isinstance(one, Confirmed) else one for one in confirmed]
     holdings = ExpertHoldings.of(model, found if group.size > 1 else [], group)
     for one in confirmed if group.size > 1 else []:

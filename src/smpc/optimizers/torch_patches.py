@@ -133,6 +133,9 @@ def held_by(optimizer: Optimizer) -> list[Tensor]:
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
+_checks: weakref.WeakSet[Callable[..., Any]] = weakref.WeakSet()
+
+
 def check_optimizers(parts_in: Callable[[Sequence[Tensor]], str], way_out: str) -> Undo:
     """Have the first step of an optimizer that looks at whole parameters raise ConfigError where this rank has parts of them.
 
@@ -151,7 +154,13 @@ def check_optimizers(parts_in: Callable[[Sequence[Tensor]], str], way_out: str) 
                 )
             checked.add(optimizer)
 
+    _checks.add(check)
     return register_optimizer_step_pre_hook(check).remove
+
+
+def is_check_of_optimizers(hook: Callable[..., Any]) -> bool:
+    """Whether a hook of all optimizers is one of these, which read no parameter that belongs to another model."""
+    return hook in _checks
 
 
 def _counts_all_parts(optimizer: Optimizer) -> bool:

@@ -41,6 +41,7 @@ from torch.utils.hooks import RemovableHandle
 from smpc.checkpoint.stateful import LocalStateDict, Purpose, asked_by_torch
 from smpc.errors import ConfigError, ConfigTypeError, UsageError
 from smpc.optimizers.gradients import check_finite, clip_by, norm_of
+from smpc.optimizers.torch_patches import is_check_of_optimizers
 from smpc.sharding.tensors import as_state_of, refuse_parts
 from smpc.v1.layout.absent import AbsentParameter, reading_gradients
 from smpc.v1.model.distributed_model import DistributedModel
@@ -395,8 +396,9 @@ class DistributedOptimizer(ShardedNames):
         own = vars(optimizer)
         step = own.get("step")  # set by torch's schedulers, or by the script
         is_wrapped = step is not None and getattr(step, "__wrapped__", None) is not type(optimizer).step
-        hooks = own.get("_optimizer_step_pre_hooks"), own.get("_optimizer_step_post_hooks"), *_HOOKS_OF_ALL
-        if closure is not None or is_wrapped or "zero_grad" in own or any(hooks):
+        hooks = own.get("_optimizer_step_pre_hooks"), own.get("_optimizer_step_post_hooks")
+        of_all = (hook for known in _HOOKS_OF_ALL for hook in known.values() if not is_check_of_optimizers(hook))
+        if closure is not None or is_wrapped or "zero_grad" in own or any(hooks) or any(of_all):
             return contextlib.nullcontext()
         for group in optimizer.param_groups:
             if not _PLAIN.issuperset(map(type, group["params"])):

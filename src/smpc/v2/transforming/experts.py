@@ -27,10 +27,10 @@ from torch import Tensor, nn
 from smpc.codegen.rewrite.tensor_parallel.layouts import Layout
 from smpc.errors import ConfigError, ConfigUnsupportedError
 from smpc.executor.collectives import TensorGroup
-from smpc.expert_parallel import shard
+from smpc.expert_parallel import cut_experts
 from smpc.experts import aux_loss, join_loss, shuffle, sinkhorn, unshuffle, z_loss
 from smpc.experts.routers import round_robin_route
-from smpc.experts.stacked import take_role
+from smpc.experts.stacked import Options, take_role
 from smpc.experts.structure import Found, Listed, Stacked, find_experts
 from smpc.in_place import whole_parameters
 from smpc.tracer import register_shape_rule
@@ -166,11 +166,8 @@ def _cut_experts(
 ) -> None:
     agree_on_weights(model, group, sources)
     shapes = {name: whole.shape for whole in whole_parameters(model) for name in whole.names}
-    shard(
-        model,
-        group,
-        dispatch="all_to_all" if config is None or config.moe_all_to_all_dispatcher else "all_gather",
-    )
+    way = "all_to_all" if config is None or config.moe_all_to_all_dispatcher else "all_gather"
+    cut_experts(model, group, Options(way, gradient_scale=1 / group.size))
     cut = [f"{one.name}.{name}" for one in experts if isinstance(one, Stacked) for name in one.parameters]
     by_expert = Layout.sharded(0)
     parts = {
