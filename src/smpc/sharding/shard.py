@@ -257,12 +257,16 @@ def shard(
         keep_writes(alike)
     for name, after in root.named_parameters(remove_duplicate=False):
         found.exchanged[before[name]] = after
-    for old in before.values():
-        if old in ignored or isinstance(old, DTensor):  # a slice: torch lets nobody empty it
-            continue
-        old.grad = None
-        old.data = torch.empty(0, dtype=old.dtype, device=old.device)
+    _empty(parameter for parameter in before.values() if parameter not in ignored)
     return found
+
+
+def _empty(parameters: Iterable[nn.Parameter]) -> None:
+    """Let go of the memory of what was divided, whoever still has it."""
+    for old in parameters:
+        if not isinstance(old, DTensor):  # a slice: torch lets nobody empty it
+            old.grad = None
+            old.data = torch.empty(0, dtype=old.dtype, device=old.device)
 
 
 def _offload_shards(device_type: str) -> CPUOffloadPolicy:
