@@ -37,15 +37,15 @@ from smpc.optimizers.norm_groups import NormGroups, sum_norms
 from smpc.optimizers.torch_patches import (
     Tensors,
     check_optimizers,
+    clip_grad_norm_by,
     listed,
     replace_clipping,
     replace_method,
     replace_unscaling,
 )
 
-_Part = tuple[
-    weakref.ref[nn.Module], str, dist.ProcessGroup
-]  # the module that has the parameter, its name there, who has the others
+# The module that has the parameter, its name there, and the group of those that have the other parts.
+_Part = tuple[weakref.ref[nn.Module], str, dist.ProcessGroup]
 _split: weakref.WeakKeyDictionary[nn.Module, list[_Part]] = weakref.WeakKeyDictionary()
 
 
@@ -95,7 +95,7 @@ def _all_groups(tensors: Sequence[Tensor]) -> list[dist.ProcessGroup]:
 
 @functools.cache
 def _patch_torch() -> None:
-    replace_clipping({"clip_grad_norm_": _clip_grad_norm, "_get_total_norm": _get_total_norm})
+    replace_clipping({"clip_grad_norm_": clip_grad_norm_by(_clip), "_get_total_norm": _get_total_norm})
     replace_method(DistributedDataParallel, "__init__", _replicated)
     replace_method(_fully_shard, "_init_param_group", _sharded)
     replace_method(FullyShardedDataParallel, "__init__", _flattened)
@@ -134,24 +134,11 @@ class _Parts(NormGroups):
         return norm
 
 
-def _clip_grad_norm(original: Callable[..., Any]) -> Callable[..., Any]:
-    def clip_grad_norm_(
-        parameters: Tensors,
-        max_norm: float,
-        norm_type: float = 2.0,
-        error_if_nonfinite: bool = False,
-        foreach: bool | None = None,
-    ) -> Any:
-        if torch.compiler.is_compiling():
-            return original(parameters, max_norm, norm_type, error_if_nonfinite, foreach)
-        parameters, given = listed(parameters)
-        asked = _groups_to_ask(given)
-        if not asked:
-            return original(parameters, max_norm, norm_type, error_if_nonfinite, foreach)
-        parts = _Parts(split=groups_of(given), asked=asked)
-        return clip_by(given, max_norm, norm_type, error_if_nonfinite, parts, None)
-
-    return clip_grad_norm_
+def _clip(given: list[Tensor], max_norm: float, norm_type: float, error_if_nonfinite: bool) -> Tensor | None:
+    asked = _groups_to_ask(given)
+    if not asked:
+        return None
+    return clip_by(given, max_norm, norm_type, error_if_nonfinite, _Parts(split=groups_of(given), asked=asked), None)
 
 
 def _get_total_norm(original: Callable[..., Any]) -> Callable[..., Any]:

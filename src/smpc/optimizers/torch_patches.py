@@ -87,6 +87,29 @@ def _cell_of(wrapper: Any) -> Any:
     return cells[0]
 
 
+def clip_grad_norm_by(clip: Callable[[list[Tensor], float, float, bool], Tensor | None]) -> Maker:
+    """Have `clip_grad_norm_` call `clip(tensors, max_norm, norm_type, error_if_nonfinite)` first; None leaves them to the original."""
+
+    def make(original: Callable[..., Any]) -> Callable[..., Any]:
+        def clip_grad_norm_(
+            parameters: Tensors,
+            max_norm: float,
+            norm_type: float = 2.0,
+            error_if_nonfinite: bool = False,
+            foreach: bool | None = None,
+        ) -> Any:
+            if not torch.compiler.is_compiling():
+                parameters, given = listed(parameters)
+                norm = clip(given, max_norm, norm_type, error_if_nonfinite)
+                if norm is not None:
+                    return norm
+            return original(parameters, max_norm, norm_type, error_if_nonfinite, foreach)
+
+        return clip_grad_norm_
+
+    return make
+
+
 def replace_method(owner: type | types.ModuleType, name: str, make: Maker) -> Undo:
     """Exchange a method of a class, or a function of a module, for what is made of it; the function that undoes it."""
     key = (owner, name)

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from smpc.errors import StepError, UsageError
 from smpc.optimizers.gradients import clip_by
-from smpc.optimizers.torch_patches import Tensors, listed, replace_clipping
+from smpc.optimizers.torch_patches import Tensors, clip_grad_norm_by, listed, replace_clipping
 from smpc.v1.model.distributed_model import DistributedModel
 from smpc.v1.optimization.fused import SessionNormGroups
 from smpc.v1.session.process_state import state
@@ -48,23 +48,11 @@ def uninstall() -> None:
 # -- the functions -----------------------------------------------------------------------------------------------------
 
 
-def _clip_grad_norm(original: Callable[..., Any]) -> Callable[..., Any]:
-    def clip_grad_norm_(
-        parameters: Tensors,
-        max_norm: float,
-        norm_type: float = 2.0,
-        error_if_nonfinite: bool = False,
-        foreach: bool | None = None,
-    ) -> Any:
-        if torch.compiler.is_compiling():
-            return original(parameters, max_norm, norm_type, error_if_nonfinite, foreach)
-        parameters, given = listed(parameters)
-        with _clipped_model_acting(given, "clip_grad_norm_"):
-            if _is_ours("clip_grad_norm_", given):
-                return clip_model(given, float(max_norm), float(norm_type), error_if_nonfinite)
-        return original(parameters, max_norm, norm_type, error_if_nonfinite, foreach)
-
-    return clip_grad_norm_
+def _clip(given: list[Tensor], max_norm: float, norm_type: float, error_if_nonfinite: bool) -> Tensor | None:
+    with _clipped_model_acting(given, "clip_grad_norm_"):
+        if _is_ours("clip_grad_norm_", given):
+            return clip_model(given, float(max_norm), float(norm_type), error_if_nonfinite)
+    return None
 
 
 def _get_total_norm(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -108,7 +96,7 @@ def _clips_elements(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 _MAKERS = {
-    "clip_grad_norm_": _clip_grad_norm,
+    "clip_grad_norm_": clip_grad_norm_by(_clip),
     "_get_total_norm": _get_total_norm,
     "_clip_grads_with_norm_": _clips_elements,
     "clip_grad_value_": _clips_elements,

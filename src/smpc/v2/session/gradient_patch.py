@@ -33,6 +33,7 @@ from smpc.mesh import Axis
 from smpc.optimizers.torch_patches import (
     Tensors,
     check_optimizers,
+    clip_grad_norm_by,
     listed,
     replace_clipping,
     replace_method,
@@ -106,36 +107,24 @@ def _unit_of(tensors: Iterable[Tensor]) -> Any:
 _INSTEAD = "call model.clip_grad_norm_(max_norm) of FullyShardedDataParallel, or smpc.v2.grad_norm.clip_grad_norm_(model, max_norm)"
 
 
-def _clip_grad_norm(original: Callable[..., Any]) -> Callable[..., Any]:
-    def clip_grad_norm_(
-        parameters: Tensors,
-        max_norm: float,
-        norm_type: float = 2.0,
-        error_if_nonfinite: bool = False,
-        foreach: bool | None = None,
-    ) -> Any:
-        if torch.compiler.is_compiling():
-            return original(parameters, max_norm, norm_type, error_if_nonfinite, foreach)
-        parameters, given = listed(parameters)
-        if _unit_of(given) is not None:
-            raise UsageError(
-                "clip_grad_norm_: expected parameters that this rank has whole, found shards of FullyShardedDataParallel, whose norm would "
-                f"be another one on each rank; {_INSTEAD}"
-            )
-        model = _has_slices(given)
-        if model is None:
-            return original(parameters, max_norm, norm_type, error_if_nonfinite, foreach)
-        own = {id(parameter) for parameter in model.parameters()}
-        strangers = sum(id(tensor) not in own for tensor in given)
-        if strangers:
-            raise UsageError(
-                f"clip_grad_norm_: expected parameters of one transformed model, found {strangers} others among {len(given)}; ranks have "
-                "slices of that model and all of the others: clip them in two calls"
-            )
-        only = {id(tensor.grad) for tensor in given if tensor.grad is not None}
-        return clip_shared(model, float(max_norm), float(norm_type), only=only or {0}, finite=error_if_nonfinite)
-
-    return clip_grad_norm_
+def _clip(given: list[Tensor], max_norm: float, norm_type: float, error_if_nonfinite: bool) -> Tensor | None:
+    if _unit_of(given) is not None:
+        raise UsageError(
+            "clip_grad_norm_: expected parameters that this rank has whole, found shards of FullyShardedDataParallel, whose norm would "
+            f"be another one on each rank; {_INSTEAD}"
+        )
+    model = _has_slices(given)
+    if model is None:
+        return None
+    own = {id(parameter) for parameter in model.parameters()}
+    strangers = sum(id(tensor) not in own for tensor in given)
+    if strangers:
+        raise UsageError(
+            f"clip_grad_norm_: expected parameters of one transformed model, found {strangers} others among {len(given)}; ranks have "
+            "slices of that model and all of the others: clip them in two calls"
+        )
+    only = {id(tensor.grad) for tensor in given if tensor.grad is not None}
+    return clip_shared(model, float(max_norm), float(norm_type), only=only or {0}, finite=error_if_nonfinite)
 
 
 def _get_total_norm(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -153,7 +142,7 @@ def _get_total_norm(original: Callable[..., Any]) -> Callable[..., Any]:
     return get_total_norm
 
 
-_MAKERS = {"clip_grad_norm_": _clip_grad_norm, "_get_total_norm": _get_total_norm}
+_MAKERS = {"clip_grad_norm_": clip_grad_norm_by(_clip), "_get_total_norm": _get_total_norm}
 
 
 def _clip_grad_norm_of_fsdp1(original: Callable[..., Any]) -> Callable[..., Any]:
