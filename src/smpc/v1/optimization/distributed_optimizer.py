@@ -24,6 +24,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import math
 import warnings
 from collections import defaultdict
@@ -397,8 +398,9 @@ class DistributedOptimizer(ShardedNames):
         step = own.get("step")  # set by torch's schedulers, or by the script
         is_wrapped = step is not None and getattr(step, "__wrapped__", None) is not type(optimizer).step
         hooks = own.get("_optimizer_step_pre_hooks"), own.get("_optimizer_step_post_hooks")
-        of_all = (hook for known in _HOOKS_OF_ALL for hook in known.values() if not is_check_of_optimizers(hook))
-        if closure is not None or is_wrapped or "zero_grad" in own or any(hooks) or any(of_all):
+        of_all = itertools.chain(*map(dict.values, _HOOKS_OF_ALL))
+        is_watched = any(hooks) or not all(map(is_check_of_optimizers, of_all))
+        if closure is not None or is_wrapped or "zero_grad" in own or is_watched:
             return contextlib.nullcontext()
         for group in optimizer.param_groups:
             if not _PLAIN.issuperset(map(type, group["params"])):
