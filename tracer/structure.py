@@ -29,6 +29,7 @@ import ast
 import dataclasses
 import functools
 import re
+import weakref
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -40,6 +41,8 @@ from smpc.errors import TraceError
 from smpc.tracer.constants import is_plain_name, register, resolve
 
 LEAF = "leaf"
+_UNNAMED = "?"
+_CLASS_NAMES = weakref.WeakKeyDictionary[type, str]()
 _DEPTH = 8  # an encoder-decoder cache: caches, layers, a layer, its keys
 _KEYWORD = re.compile(r"""\[1\]\[('(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*")\](.*)""", re.DOTALL)
 
@@ -80,6 +83,12 @@ class Structure:
             for step, child in self._steps():
                 yield from child.containers(prefix + step)
 
+    def check_classes(self) -> None:
+        """Raise TraceError for containers of a class that other ranks cannot find: `unflatten` would."""
+        for _, container in self.containers():
+            if container.class_name:
+                _class_of(container.class_name)
+
     def _steps(self) -> Iterator[tuple[str, Structure]]:
         """The children, each with how it is reached."""
         by_key = self.kind in ("mapping", "dict")
@@ -99,9 +108,9 @@ class Structure:
             return dict(zip(self.keys, values, strict=True))
         if self.kind == "slice":
             return slice(*values)
-        cls = resolve(self.class_name)
+        cls = _class_of(self.class_name)
         if self.kind == "namedtuple":
-            return cls(*values)
+            return tuple.__new__(cls, values)  # not by its own `__new__`, which has changed the values once
         if self.kind == "return_type":
             return cls(values)
         if self.kind == "mapping":
@@ -154,7 +163,8 @@ def _open(value: Any, open_objects: tuple[int, ...]) -> tuple[str, tuple[Any, ..
     if isinstance(value, dict):
         return "mapping", tuple(value), list(value.values())
     if dataclasses.is_dataclass(value):
-        names = tuple(f.name for f in dataclasses.fields(value))
+        fields = (f.name for f in dataclasses.fields(value) if hasattr(value, f.name))
+        names = tuple(dict.fromkeys((*fields, *getattr(value, "__dict__", ()))))  # `__post_init__` may set more
         return "dataclass", names, [getattr(value, name) for name in names]
     attributes = getattr(value, "__dict__", None)
     if attributes and _holds_tensor(attributes):
@@ -214,7 +224,27 @@ def _build_mapping(cls: Any, keys: tuple[Any, ...], values: list[Any]) -> Any:
 
 
 def _class_name(cls: type) -> str:
-    return f"{cls.__module__}:{cls.__qualname__}"
+    """ "module:qualified.name"; of a class that this does not name, one made by a function say, with `_UNNAMED` behind."""
+    name = _CLASS_NAMES.get(cls)
+    if name is None:
+        name = f"{cls.__module__}:{cls.__qualname__}"
+        try:
+            is_found = resolve(name) is cls
+        except (AttributeError, ImportError):
+            is_found = False
+        _CLASS_NAMES[cls] = name = name if is_found else name + _UNNAMED
+    return name
+
+
+def _class_of(name: str) -> Any:
+    """The class of that name. Raises TraceError if no rank could find it."""
+    try:
+        return resolve(name)
+    except (AttributeError, ImportError):
+        raise TraceError(
+            f"expected a class that every rank finds by its name, found {name.removesuffix(_UNNAMED)} in what passes between modules or "
+            "ranks, and no such class at the top of its module; define it there, outside of functions and under its own name"
+        ) from None
 
 
 def input_path(path: str) -> str:

@@ -443,9 +443,12 @@ def _edge_text(channel: Channel) -> str:
     return f"edge {channel.index} from stage {channel.source} to stage {channel.destination}"
 
 
-def _keep_layout(grads: list[Tensor | None], slot: int, stride: tuple[int, ...], gradient: Tensor) -> None:
-    """Keep a leaf's gradient of other strides, or if the leaf is not dense: what autograd would store as `.grad` is a copy."""
-    if gradient.stride() != stride:
+def _keep_layout(grads: list[Tensor | None], slot: int, stride: tuple[int, ...], gradient: Tensor | None) -> None:
+    """Keep a leaf's gradient of other strides, or if the leaf is not dense: what autograd would store as `.grad` is a copy.
+
+    gradient: None where a custom function returned None for its only use of the leaf.
+    """
+    if gradient is not None and gradient.stride() != stride:
         grads[slot] = gradient
 
 

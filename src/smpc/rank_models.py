@@ -277,15 +277,15 @@ class RankModels:
             is_held = rank in self._holders.get(name, (rank,))
             if self._home(name) == rank:
                 memo[id(parameter)] = parameter
-                at_home[parameter.untyped_storage()._cdata] = None
+                at_home[_memory(parameter)] = None
             else:
                 memo[id(parameter)] = own_parameter(parameter) if is_held else own_parameter(parameter, torch.empty(0))
         for name, buffer in self._model.named_buffers():
             if self._home(name) == rank:
                 memo[id(buffer)] = buffer
-                at_home[buffer.untyped_storage()._cdata] = None
+                at_home[_memory(buffer)] = None
         for value in _attribute_tensors(self._model):
-            if value.untyped_storage()._cdata in at_home:
+            if _memory(value) in at_home:
                 memo.setdefault(id(value), value)  # a view of this rank's tensor
         elsewhere = frozenset(path for other, paths in enumerate(self._called) if other != rank for path in paths)
         for path in sorted(self._called[rank] - elsewhere):
@@ -293,9 +293,24 @@ class RankModels:
             if self._stands_alone(module, at_home):
                 memo.update({id(inner): inner for inner in module.modules()})
         memo.update({id(value): value for value in self._used_alone(rank)})
+        memo.update({id(inner): inner for inner in self._script_modules()})
         copied = copied_model(self._model, memo)
         self._memos.append(memo | _pairs_of_rank_models(self._model, copied))
         return copied
+
+    def _script_modules(self) -> Iterator[nn.Module]:
+        """TorchScript's modules, which all ranks share: their copies would have parameters of their own. One rank alone may call each."""
+        names = {id(parameter): name for name, parameter in self._parameters.items()}
+        for name, module in self._model.named_modules():
+            if isinstance(module, torch.jit.ScriptModule):
+                inside = [names.get(id(parameter), "") for parameter in module.parameters()]
+                ranks = {rank for inner in inside for rank in self._holders.get(inner, ())}
+                if len(ranks) > 1:
+                    raise PartitionError(
+                        f"expected the TorchScript module {name!r} on one rank, found its parameters on ranks {sorted(ranks)} of a "
+                        "pipeline in one process, where it cannot be copied; give all modules that share its parameters one stage"
+                    )
+                yield module
 
     def _used_alone(self, rank: int) -> Iterator[Tensor]:
         """Tensors in attributes that only this rank's program uses."""
@@ -319,7 +334,7 @@ class RankModels:
         names = {id(parameter): name for name, parameter in self._parameters.items()}
         tensors = (*module.parameters(), *module.buffers(), *_attribute_tensors(module))
         shared = (tensor for tensor in tensors if len(self._holders.get(names.get(id(tensor), ""), ())) > 1)
-        strange = (tensor for tensor in tensors if tensor.untyped_storage()._cdata not in at_home)
+        strange = (tensor for tensor in tensors if _memory(tensor) not in at_home)
         others = (held for held in _attribute_modules(module) if id(held) not in inside)
         return not any(True for found in (shared, strange, others) for _ in found)
 
@@ -448,6 +463,8 @@ class RankModels:
         prefixes = (prefix for prefix, _ in self._model.named_modules())
         for prefix, ours, theirs in zip(prefixes, own.modules(), self._model.modules(), strict=True):
             seen = self._buffers.get(id(theirs), {})
+            if isinstance(theirs, torch.jit.ScriptModule):
+                continue
             for key in ours._buffers.keys() - theirs._buffers.keys():
                 del ours._buffers[key]
             for key, value in () if ours is theirs else theirs._buffers.items():
@@ -468,6 +485,11 @@ class RankModels:
 
 
 _MISSING = object()
+
+
+def _memory(tensor: Tensor) -> int:
+    """The identity of a tensor's storage; of the tensor itself if it has none, as a sparse one."""
+    return tensor.untyped_storage()._cdata if tensor.layout is torch.strided else id(tensor)
 
 
 def own_parameter(parameter: nn.Parameter, value: Tensor | None = None) -> nn.Parameter:

@@ -8,6 +8,7 @@ from torch import nn
 
 from smpc.compile import compile_model
 from smpc.errors import TraceError
+from smpc.runtime import LoopbackRuntime
 from smpc.tracer import NodeKind, record
 
 # What these call whole: modules with transforms inside.
@@ -37,6 +38,31 @@ def test_a_recording_leaves_torchscript_modules_as_they_were():
     assert [node.target for node in trace.nodes if node.kind is NodeKind.CALL_MODULE] == ["compiled", "traced"]
     assert {name: id(parameter) for name, parameter in model.named_parameters()} == before
     assert torch.equal(model(x), expected)
+
+
+def test_torchscript_modules_train_as_in_one_process():
+    def steps(run):
+        torch.manual_seed(0)
+        model = awkward_models.ScriptModules()
+        optimizer, step = torch.optim.SGD(model.parameters(), lr=0.1), run(model)
+        for _ in range(3):
+            optimizer.zero_grad()
+            step()
+            optimizer.step()
+        return {name: value.detach() for name, value in model.state_dict().items()}
+
+    parts = torch.randn(4, 4, generator=torch.Generator().manual_seed(1)).chunk(2)
+
+    def alone(model):
+        return lambda: [(model(part).square().sum() / 2).backward() for part in parts]
+
+    def in_stages(model):
+        runtime = LoopbackRuntime(model)
+        runtime.install(compile_model(model, (torch.cat(parts),), pipeline_parallel_degree=3, microbatches=2))
+        batches = [((part,), {}) for part in parts]
+        return lambda: runtime.run(0, batches, lambda _, out: [(out.square().sum() / 2, None)], training=True)
+
+    torch.testing.assert_close(steps(in_stages), steps(alone), rtol=0, atol=0)
 
 
 class Refused(nn.Module):

@@ -81,6 +81,35 @@ class ScriptModules(nn.Module):
         return self.traced(self.compiled(self.first(x)))
 
 
+class Halves(torch.autograd.Function):
+    """Two results, of which a loss may use one: the other input then has no gradient."""
+
+    @staticmethod
+    def forward(x, y):
+        return x * 2, y * 3
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        ctx.set_materialize_grads(False)
+
+    @staticmethod
+    def backward(ctx, of_x, of_y):
+        return None if of_x is None else of_x * 2, None if of_y is None else of_y * 3
+
+
+class NoGradient(nn.Module):
+    """A custom function gives None for one of its inputs, which other modules have computed."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second, self.third, self.last = (nn.Linear(WIDTH, WIDTH) for _ in range(4))
+
+    def forward(self, x):
+        hidden = self.first(x)
+        one, other = Halves.apply(hidden, self.second(hidden.detach()))
+        return self.last(self.third(one)) + other.detach()
+
+
 def halved(gradient):
     return gradient / 2
 
@@ -240,6 +269,7 @@ def _sequences():
 
 
 CASES = {
+    "no gradient": (NoGradient, _rows),
     "foreign data": (ForeignData, _rows),
     "script function": (ScriptFunction, _rows),
     "tensor hooks": (TensorHooks, _rows),

@@ -145,6 +145,7 @@ class Recorder(TorchFunctionMode):
     def finish(self, output: Any) -> Trace:
         """The trace of the run that returned `output`."""
         leaves, structure = flatten(output)
+        structure.check_classes()
         outputs = tuple(self._argument(leaf, "the model's output") for leaf in leaves)
         specs = tuple(
             type(spec)(spec.names, spec.spec, spec.is_parameter, spec.is_persistent, storage)

@@ -14,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers.modeling_outputs import BaseModelOutput
 
+from smpc.errors import TraceError
 from smpc.tracer import Structure, flatten, record, replay
 from smpc.tracer.constants import decode, encode
 
@@ -105,6 +106,48 @@ def test_special_containers():
     assert (found["set"], found["frozenset"]) == ({1, 2, 3}, frozenset("b"))
     assert found["mapping"] == value["mapping"]
     assert type(found["mapping"]) is collections.OrderedDict
+
+
+class Scaled(collections.namedtuple("Scaled", "value calls")):
+    """A named tuple whose constructor changes what it is given."""
+
+    def __new__(cls, value, calls=0):
+        return super().__new__(cls, value * 2, calls + 1)
+
+
+@dataclasses.dataclass
+class Sums:
+    value: torch.Tensor
+    later: int = dataclasses.field(init=False)
+
+    def __post_init__(self):
+        self.total = self.value.sum()
+
+
+def test_no_constructor_runs_again():
+    leaves, structure = flatten(Scaled(3))
+    assert structure.unflatten(leaves) == (6, 1)
+    assert type(structure.unflatten(leaves)) is Scaled
+    sums = Sums(torch.arange(3.0))
+    leaves, structure = flatten(sums)
+    found = structure.unflatten(leaves)
+    assert vars(found) == vars(sums)
+    assert found.total is sums.total
+
+
+def test_a_class_that_no_other_rank_finds_is_refused_when_the_output_is_recorded():
+    class Local(torch.nn.Linear):
+        def forward(self, x):
+            return collections.namedtuple("Pair", "a b")(super().forward(x), x)
+
+    class Shadowed(torch.nn.Linear):
+        def forward(self, x):
+            return self.result(super().forward(x), x)
+
+    Shadowed.result = collections.namedtuple("Point", "x y")  # another class than the module's of that name
+    for model, name in ((Local(2, 2), "Pair"), (Shadowed(2, 2), "Point")):
+        with pytest.raises(TraceError, match=f"expected a class that every rank finds by its name, found .*:{name} in"):
+            record(model, (torch.randn(3, 2),))
 
 
 @pytest.mark.parametrize(

@@ -28,6 +28,7 @@ from collections import Counter
 from collections.abc import Collection, Mapping
 from typing import Any
 
+import torch
 from torch import nn
 
 from smpc.errors import UsageError
@@ -83,6 +84,8 @@ _STACK_OF = {"transformers.models.gpt_neox.modeling_gpt_neox.GPTNeoXForCausalLM"
 def name_layers(model: nn.Module, stacks: Mapping[str, str], layers: Collection[int]) -> None:
     """Give each stack with a distributed layer the name; `stacks` and `layers` as for `smpc.nn.transformer.chains.link`."""
     for module in model.modules():
+        if isinstance(module, torch.jit.ScriptModule):
+            continue
         cls = f"{type(module).__module__}.{type(module).__qualname__}"
         listed = module._modules.get(stacks.get(cls, ""))
         if isinstance(listed, nn.ModuleList) and any(id(layer) in layers for layer in listed):

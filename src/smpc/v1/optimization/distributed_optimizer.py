@@ -398,7 +398,7 @@ class DistributedOptimizer(ShardedNames):
         step = own.get("step")  # set by torch's schedulers, or by the script
         is_wrapped = step is not None and getattr(step, "__wrapped__", None) is not type(optimizer).step
         hooks = own.get("_optimizer_step_pre_hooks"), own.get("_optimizer_step_post_hooks")
-        of_all = itertools.chain(*map(dict.values, _HOOKS_OF_ALL))
+        of_all = itertools.chain(_HOOKS_OF_ALL[0].values(), _HOOKS_OF_ALL[1].values())
         is_watched = any(hooks) or not all(map(is_check_of_optimizers, of_all))
         if closure is not None or is_wrapped or "zero_grad" in own or is_watched:
             return contextlib.nullcontext()
