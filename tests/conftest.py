@@ -22,7 +22,7 @@ sys.path.insert(0, str(Path(__file__).parent / "support"))
 logging.getLogger("transformers").setLevel(logging.ERROR)
 
 SEED = "SMPC_TEST_SEED"
-settings.register_profile("fixed", deadline=None, derandomize=True, max_examples=25)  # a quarter: see support/drawn.py
+settings.register_profile("fixed", deadline=None, derandomize=True, max_examples=20)  # a fifth: see support/drawn.py
 settings.register_profile("random", deadline=None, derandomize=False, database=None)
 settings.load_profile("fixed")
 

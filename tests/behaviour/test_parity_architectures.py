@@ -11,7 +11,7 @@ from smpc.tracer import NodeKind
 OPAQUE = {"MixtralForCausalLM": "MixtralExperts", "branching": "Choice"}
 
 
-@pytest.mark.matrix(5)
+@pytest.mark.matrix(3)
 @pytest.mark.parametrize("stages", [2, pytest.param(4, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", [*architectures.HUGGING_FACE, *architectures.PLAIN])
 def test_training_equals_one_process(name, stages):

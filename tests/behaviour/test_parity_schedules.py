@@ -133,7 +133,7 @@ def test_a_schedule_from_a_file(tmp_path):
     assert compilation.plan.schedule.name == str(path)
 
 
-@pytest.mark.parametrize("worthwhile", [0, intercept.WORTHWHILE])
+@pytest.mark.parametrize("worthwhile", [0, pytest.param(intercept.WORTHWHILE, marks=pytest.mark.slow)])
 def test_split_and_whole_backwards_have_the_same_bits(worthwhile, monkeypatch):
     """The same cut under a split and a whole backward, compared with each other."""
     monkeypatch.setattr(intercept, "WORTHWHILE", worthwhile)

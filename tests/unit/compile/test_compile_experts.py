@@ -274,7 +274,9 @@ def test_weights_that_ranks_gather_are_kept_for_the_backward():
     assert all(node.storage in saved for node in gathered)
 
 
-@pytest.mark.parametrize("options", [{}, {"fully_shard": True}, {"shard_optimizer_state": True}])
+@pytest.mark.parametrize(
+    "options", [{}, {"fully_shard": True}, pytest.param({"shard_optimizer_state": True}, marks=pytest.mark.slow)]
+)
 def test_ranks_that_share_sequences_count_as_replicas(options):
     """They hold the same parameters: `smpc compile -c 2` had no buckets, and nothing in parts."""
     shared, replicas = (
