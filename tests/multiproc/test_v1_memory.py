@@ -72,9 +72,9 @@ def peaks(rank, folder, name, config, step_name):
 
 
 CASES = [
+    ("llama", 2, "interleaved", "returns_much"),
     ("gpt2", 16, "interleaved", "train_step"),
     ("unet", 4, "simple", "train_step"),
-    ("llama", 2, "interleaved", "returns_much"),
     *(
         pytest.param(*case, marks=pytest.mark.slow)
         for case in itertools.product(
