@@ -33,7 +33,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:Full backward hook is firing"),
     pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated"),  # torch says so of itself, in forward mode
 ]
-NUM_SEEDS = 8
+NUM_SEEDS = 15
 MANY_SEEDS = 1000
 
 
