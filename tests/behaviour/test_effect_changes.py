@@ -28,7 +28,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:Full backward hook is firing"),
     pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated"),  # torch says so of itself, in forward mode
 ]
-NUM_SEEDS = 10
+NUM_SEEDS = 6
 
 
 @pytest.fixture(autouse=True, scope="module")

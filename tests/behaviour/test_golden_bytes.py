@@ -34,7 +34,24 @@ def check(case: str, path: Path, folder: Path) -> None:
     )
 
 
-@pytest.mark.parametrize("case", golden_programs.cases(large=False))
+# Every configuration and every model is among the others.
+SLOW = (
+    *(f"{model}/p2-tp2-plan" for model in ("t5", "llama_tied", "mixtral")),
+    *(f"{model}/p2-tp2-found" for model in ("t5", "llama_tied", "unet")),
+    *(f"{model}/p4-offload" for model in ("t5", "llama_tied", "mixtral")),
+    *(f"{model}/p2-zb-v" for model in ("t5", "llama_tied")),
+    *(f"{model}/p2-kernels" for model in ("llama_tied", "mixtral")),
+    "gpt2/p1-tp4-kernels", "gpt2/p4-1f1b",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        pytest.param(case, marks=pytest.mark.slow) if case in SLOW else case
+        for case in golden_programs.cases(large=False)
+    ],
+)
 def test_the_bytes_are_those_recorded(case, tmp_path):
     check(case, golden_programs.QUICK, tmp_path)
 

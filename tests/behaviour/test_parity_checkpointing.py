@@ -88,7 +88,7 @@ def check(name, schedule, offloads):
     return compilation
 
 
-@pytest.mark.matrix(3)
+@pytest.mark.matrix(2)
 @pytest.mark.parametrize(("name", "schedule", "offloads"), FEW, ids=str)
 def test_no_bit_changes(name, schedule, offloads):
     compilation = check(name, schedule, offloads)

@@ -92,7 +92,9 @@ def assert_close(expected, got):
 
 
 @pytest.mark.matrix(3)
-@pytest.mark.parametrize("name", USED)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.slow) if name == "t5" else name for name in USED]
+)
 def test_what_is_replaced_and_that_the_gradients_are_those_of_eager(name):
     model, batch = build(name)
     compilation = compile_model(
@@ -106,7 +108,7 @@ def test_what_is_replaced_and_that_the_gradients_are_those_of_eager(name):
     assert Plan.from_json(compilation.plan.to_json()) == compilation.plan
 
 
-@pytest.mark.parametrize("own", [False, True], ids=["by name", "the model's own"])
+@pytest.mark.parametrize("own", [pytest.param(False, marks=pytest.mark.slow), True], ids=["by name", "the model's own"])
 def test_inside_checkpointed_regions(own):
     model, batch = build("llama")
     if own:

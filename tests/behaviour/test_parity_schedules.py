@@ -68,14 +68,14 @@ SAMPLE = {("gpt2", "two pieces"), ("unet", "zb-h1"), ("gpt2", "zb-v"), ("tied", 
         for case in itertools.product(MODELS, SETTINGS)
     ],
 )
-def test_two_ranks(name, settings):
+@pytest.mark.parametrize("microbatches", [8, pytest.param(2, marks=pytest.mark.slow)])
+def test_two_ranks(name, settings, microbatches):
     model, batch = zoo.build(name)
-    for microbatches in (2, 8):
-        compilation = compile_model(
-            model, batch, pipeline_parallel_degree=2, microbatches=microbatches, **SETTINGS[settings]
-        )
-        assert compilation.plan.pipeline_parallel_degree == len(compilation.programs) == 2
-        check(model, batch, compilation)
+    compilation = compile_model(
+        model, batch, pipeline_parallel_degree=2, microbatches=microbatches, **SETTINGS[settings]
+    )
+    assert compilation.plan.pipeline_parallel_degree == len(compilation.programs) == 2
+    check(model, batch, compilation)
 
 
 @pytest.mark.slow
@@ -133,6 +133,7 @@ def test_a_schedule_from_a_file(tmp_path):
     assert compilation.plan.schedule.name == str(path)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("worthwhile", [0, intercept.WORTHWHILE])
 def test_split_and_whole_backwards_have_the_same_bits(worthwhile, monkeypatch):
     """The same cut under a split and a whole backward, compared with each other."""

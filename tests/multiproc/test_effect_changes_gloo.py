@@ -17,7 +17,7 @@ import smpc.v1 as smp
 from smpc.errors import SmpcError
 
 KINDS = ("sets_mode", "freezes", "writes_parameter", "adds_attribute")
-NUM_CASES = 8
+NUM_CASES = 4
 pytestmark = [
     pytest.mark.filterwarnings("ignore:Full backward hook is firing"),
     pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated"),  # torch says so of itself, in forward mode

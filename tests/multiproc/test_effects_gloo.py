@@ -104,10 +104,10 @@ def outcomes(folder, cases):
 
 def test_effects_on_real_ranks(tmp_path):
     """All of a list, and some random combinations."""
-    seeds = [effect_runs.random_case(seed) for seed in range(8)]
+    seeds = [effect_runs.random_case(seed) for seed in range(4)]
     found = list(outcomes(tmp_path, [*CASES, *seeds]))
     assert found[: len(CASES)] == ["equal"] * len(CASES)
-    assert found[len(CASES) :].count("equal") >= 4
+    assert found[len(CASES) :].count("equal") >= 2
 
 
 @pytest.mark.slow
@@ -170,7 +170,7 @@ def script_by_itself():
     ("world", "config"),
     [
         (2, {"pipeline_parallel_degree": 2}),
-        (4, {"pipeline_parallel_degree": 2, "ddp": True}),
+        pytest.param(4, {"pipeline_parallel_degree": 2, "ddp": True}, marks=pytest.mark.slow),
         (4, {"pipeline_parallel_degree": 2, "tensor_parallel_degree": 2, "ddp": True}),
     ],
     ids=["pipeline", "replicas", "tensor parallel"],

@@ -34,7 +34,7 @@ def test_three_ranks_get_the_same_sums(tmp_path):
                     assert torch.equal(value, (parts[0] + parts[1]) + parts[2])
 
 
-@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("size", [pytest.param(2, marks=pytest.mark.slow), 4])
 def test_no_rank_reads_what_another_one_overwrites(tmp_path, size):
     assert run_workers(jobs.stress, size, tmp_path, 1, 400) == [400] * size
 

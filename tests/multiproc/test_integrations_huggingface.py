@@ -74,6 +74,7 @@ def follow(rank, folder, code):
     return sorted(path.name for path in folder.glob("out/checkpoint-*")), [x["loss"] for x in logged if "loss" in x]
 
 
+@pytest.mark.slow
 def test_the_page_of_the_docs_runs(tmp_path):
     code = "\n".join(blocks("hugging_face.md"))
     for folders, losses in run_workers(follow, 2, tmp_path, code):

@@ -86,6 +86,7 @@ def follow(rank, folder):
     return names["loss"]
 
 
+@pytest.mark.slow
 def test_the_page_of_the_docs_runs(tmp_path):
     losses = run_workers(follow, 2, tmp_path)
     assert losses[0] == losses[1] < 1.6

@@ -354,10 +354,11 @@ def test_predicted_peaks_come_true_with_checkpointing(tmp_path):
 @pytest.mark.parametrize(
     "kinds",
     [
-        [("parameters", "interleaved", 4), ("parameters frozen", "simple", 4)],
+        [("parameters", "interleaved", 4)],
+        pytest.param([("parameters frozen", "simple", 4)], marks=pytest.mark.slow),
         pytest.param([("gpt2", "simple", 4)], marks=pytest.mark.slow),
     ],
-    ids=["in collectives", "in a backward"],
+    ids=["averaged", "gathered", "in a backward"],
 )
 def test_predicted_peaks_come_true_with_parameters_in_parts(tmp_path, kinds):
     """The peak is in turn where gradients are averaged, where frozen parameters are gathered, and in a backward."""

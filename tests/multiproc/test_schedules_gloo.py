@@ -121,7 +121,7 @@ def plain(num_replicas):
     return losses, model.state_dict()
 
 
-@pytest.mark.matrix(2)
+@pytest.mark.matrix(1)
 @pytest.mark.parametrize(
     ("world", "options"),
     [

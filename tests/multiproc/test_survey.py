@@ -10,7 +10,7 @@ from executor_harness import Launch
 import smpc.v1 as smp
 
 STEPS, MB, PARTS = 3, 2, 16
-EVERY_DAY = ("Gemma3ForConditionalGeneration", "MambaForCausalLM", "ViTForImageClassification", "Wav2Vec2ForCTC")
+EVERY_DAY = ("ViTForImageClassification", "Gemma3ForConditionalGeneration", "MambaForCausalLM", "Wav2Vec2ForCTC")
 
 
 def train(rank, folder, name, profile, variant):

@@ -120,6 +120,7 @@ def _check_beside_slices(folder, world, names):
             torch.testing.assert_close(values, expected[own], rtol=1e-4, atol=2e-6, msg=f"{name} {chosen}")
 
 
+@pytest.mark.slow
 def test_units_by_themselves_beside_slices(tmp_path):
     """Four ranks, in pairs that slice layers together: a group is of those with one slice, and has the values of one process."""
     _check_beside_slices(tmp_path, 4, ["self"])

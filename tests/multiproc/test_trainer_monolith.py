@@ -160,7 +160,11 @@ def monolith(rank, folder, count, rows, parallelism):
 
 @pytest.mark.parametrize(
     ("rows", "parallelism"),
-    [(2048, {}), (2048, {"tp": SLICED}), pytest.param(16384, {}, marks=pytest.mark.slow)],
+    [
+        (2048, {}),
+        pytest.param(2048, {"tp": SLICED}, marks=pytest.mark.slow),
+        pytest.param(16384, {}, marks=pytest.mark.slow),
+    ],
     ids=["parts", "slices", "large"],
 )
 def test_memory_of_a_monolith(tmp_path, rows, parallelism):

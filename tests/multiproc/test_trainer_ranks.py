@@ -255,7 +255,7 @@ def resume(rank, folder, run):
     return found, going_on
 
 
-@pytest.mark.parametrize("sizes", [(3, 4), pytest.param((1, 2), marks=pytest.mark.slow)])
+@pytest.mark.parametrize("sizes", [pytest.param((3, 4), marks=pytest.mark.slow), (1, 2)])
 def test_checkpoints_are_resumed_on_any_number_of_ranks(tmp_path, sizes):
     """Four ranks leave exactly five files; parameters and moments come back bit by bit on 1 to 4 ranks, and 2 + 2 batches are 4."""
     (tmp_path / "4").mkdir()
@@ -393,6 +393,7 @@ def pairs(rank, folder):
     return found, everything(resumed), everything(made)
 
 
+@pytest.mark.slow
 def test_shards_and_replicas_as_a_pair_of_groups(tmp_path):
     """What HYBRID_SHARD has; all ranks are in one grid, so that it can be saved."""
     for found, resumed, expected in run_workers(pairs, 4, tmp_path):

@@ -45,11 +45,11 @@ def _trainer(batch_size, parallelism, model=None, degree=2, **options):
     return Trainer(model=model, optimizers=optimizer, parallelism_config=parallelism, **options)
 
 
-def strategies(rank, folder):
+def strategies(rank, folder, names):
     _place(rank)
     found = {}
-    for name, fsdp in STRATEGIES.items():
-        made = _trainer(4, {"fsdp": fsdp, "tp": _tensor()})
+    for name in names:
+        made = _trainer(4, {"fsdp": STRATEGIES[name], "tp": _tensor()})
         made.fit()
         found[name] = everything(made)
         assert made.state.model.model.blocks[0].up.weight.to_local().shape[0] in (4, 8), "of 16 rows"
@@ -64,10 +64,15 @@ def strategies(rank, folder):
     return found
 
 
-def test_slices_beside_fsdp(tmp_path):
+@pytest.mark.parametrize(
+    "names",
+    [("FULL_SHARD", "HYBRID_SHARD", "recomputed"), pytest.param(tuple(STRATEGIES), marks=pytest.mark.slow)],
+    ids=["three", "all"],
+)
+def test_slices_beside_fsdp(tmp_path, names):
     """Two replicas of two slices train as two ranks do."""
     expected = eager(2, 4)
-    for found in run_workers(strategies, 4, tmp_path):
+    for found in run_workers(strategies, 4, tmp_path, names):
         counts, (loss, evaluated) = found.pop("counts"), found.pop("losses")
         assert counts == {"epoch": 2, "batch": 4, "sample": 32, "token": 0, "batch_in_epoch": 0}
         assert 0 < loss < 2
@@ -113,7 +118,7 @@ def saving(rank, folder, kind):
     return halfway, loaded, everything(plain), everything(made), everything(other)
 
 
-@pytest.mark.parametrize("kind", ["full", "sharded"])
+@pytest.mark.parametrize("kind", ["full", pytest.param("sharded", marks=pytest.mark.slow)])
 def test_checkpoints_of_slices(tmp_path, kind):
     """They resume with and without slices; dropout is drawn alike on ranks that slice together, or these would part."""
     for halfway, loaded, plain, end, again in run_workers(saving, 4, tmp_path, kind):
@@ -209,8 +214,8 @@ def values_of_rank_0(rank, folder, names):
 
 @pytest.mark.parametrize(
     "names",
-    [("FULL_SHARD", "HYBRID_SHARD"), pytest.param(tuple(STRATEGIES), marks=pytest.mark.slow)],
-    ids=["two", "all"],
+    [("HYBRID_SHARD",), pytest.param(tuple(STRATEGIES), marks=pytest.mark.slow)],
+    ids=["one", "all"],
 )
 def test_slices_of_values_that_rank_0_alone_has(tmp_path, names):
     """As if every rank had had them; and resumed from a file that rank 0 alone reads."""

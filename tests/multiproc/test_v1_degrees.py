@@ -152,9 +152,9 @@ def test_two_ranks(tmp_path):
 
 
 def test_four_ranks(tmp_path):
-    check(4, tmp_path, FOUR[:2])
+    check(4, tmp_path, FOUR[:1])
 
 
 @pytest.mark.slow
 def test_four_ranks_in_all_ways(tmp_path):
-    check(4, tmp_path, FOUR[2:])
+    check(4, tmp_path, FOUR[1:])

@@ -182,6 +182,11 @@ def check_resumed(tmp_path, folder, name, pp, ep, world, parts, tag, config=None
 def test_two_ranks_train_as_one_process_and_others_go_on(tmp_path):
     folder = check(tmp_path, "by hand", 1, 2, 2)
     check_resumed(tmp_path, folder, "by hand", 1, 1, 2, 2, "half")
+
+
+@pytest.mark.slow
+def test_a_pipeline_goes_on_from_two_ranks(tmp_path):
+    folder = check(tmp_path, "by hand", 1, 2, 2)
     check_resumed(tmp_path, folder, "by hand", 2, 2, 4, 2, "whole")
 
 
@@ -217,6 +222,7 @@ def test_experts_that_are_modules_of_their_own_in_a_pipeline_and_in_parts(tmp_pa
     check_resumed(tmp_path, folder, "sorted", 1, 2, 2, 2, "half")
 
 
+@pytest.mark.slow
 def test_beside_a_pipeline(tmp_path):
     check(tmp_path, "by hand", 2, 2, 4)
 

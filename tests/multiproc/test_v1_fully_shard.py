@@ -184,6 +184,7 @@ def without_last_backward(rank, folder):
     return found
 
 
+@pytest.mark.slow
 def test_a_step_whose_last_microbatch_has_no_backward(tmp_path):
     for expected, found in run_workers(without_last_backward, 4, tmp_path):
         assert found.keys() == expected.keys()

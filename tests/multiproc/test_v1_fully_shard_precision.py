@@ -203,10 +203,6 @@ def check_checkpoints(folder, precision, cases):
 
 
 # Partial or full checkpoints, resumed after the first step or before it.
-def test_checkpoints_and_state_dicts_go_from_parts_to_whole_tensors_and_back(tmp_path):
-    check_checkpoints(tmp_path, "fp16", [(True, False)])
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("precision", ["fp16", "bf16"])
 def test_every_kind_of_checkpoint_goes_from_parts_to_whole_tensors_and_back(tmp_path, precision):

@@ -181,7 +181,7 @@ def expected_parameters(counts, passes):
     return model.state_dict()
 
 
-@pytest.mark.matrix(2)
+@pytest.mark.matrix(1)
 @pytest.mark.parametrize("case", PIPELINES)
 def test_pipelines(tmp_path, case):
     counts, _, options = PIPELINES[case]

@@ -72,9 +72,9 @@ def peaks(rank, folder, name, config, step_name):
 
 
 CASES = [
+    ("llama", 2, "interleaved", "returns_much"),
     ("gpt2", 16, "interleaved", "train_step"),
     ("unet", 4, "simple", "train_step"),
-    ("llama", 2, "interleaved", "returns_much"),
     *(
         pytest.param(*case, marks=pytest.mark.slow)
         for case in itertools.product(
@@ -86,7 +86,7 @@ CASES = [
 ]
 
 
-@pytest.mark.matrix(2)
+@pytest.mark.matrix(1)
 @pytest.mark.parametrize(("name", "microbatches", "pipeline", "step"), CASES)
 def test_peaks_of_step_functions_are_those_of_the_plan(tmp_path, name, microbatches, pipeline, step):
     """README's script took 1.4 times what was predicted on the last rank: its losses kept every microbatch's stage input."""

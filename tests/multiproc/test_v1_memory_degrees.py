@@ -218,9 +218,12 @@ def tried(chosen):
     return [(settings(*case), case[-1]) for case in chosen]
 
 
-def test_replicas_and_tensor_ranks(tmp_path):
+@pytest.mark.parametrize(
+    "case", [pytest.param((2, 1, "whole", "fp32", False), marks=pytest.mark.slow), (2, 2, "whole", "bf16", True)]
+)
+def test_replicas_and_tensor_ranks(tmp_path, case):
     """Both were 6 to 11% off: buckets were not predicted, and what ranks of a host share for small collectives was counted."""
-    check(tmp_path, 4, tried([(2, 1, "whole", "fp32", False), (2, 2, "whole", "bf16", True)]))
+    check(tmp_path, 4, tried([case]))
 
 
 @pytest.mark.slow
@@ -283,7 +286,8 @@ def test_parts_over_two_of_four_ranks(tmp_path):
     check(tmp_path, 4, [(config | kind, *case) for kind, *case in chosen], message=0)
 
 
-@pytest.mark.parametrize("dtype", ["fp32", pytest.param("bf16", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 def test_experts_in_parts_beside_sequences_without_a_pipeline(tmp_path, dtype):
     """Two ranks have the same experts, and divide them; the plan had them whole on each: 17% too much, 28% in bf16."""
     config = settings(1, 1, "all", dtype, None) | {"context_parallel_degree": 2, "expert_parallel_degree": 2}
@@ -293,11 +297,18 @@ def test_experts_in_parts_beside_sequences_without_a_pipeline(tmp_path, dtype):
 @pytest.mark.parametrize(
     ("schedule", "cases"),
     [
-        ("interleaved-1f1b", [("llama", False), ("resnet", False), ("resnet", True)]),
+        ("interleaved-1f1b", [("llama", False), ("resnet", True)]),
         ("zb-v", [("resnet", False), ("resnet", True)]),
         pytest.param(
             "interleaved-1f1b",
-            [("llama", True), ("gpt2", False), ("gpt2", True), ("by hand", False), ("by hand", True)],
+            [
+                ("llama", True),
+                ("gpt2", False),
+                ("gpt2", True),
+                ("by hand", False),
+                ("by hand", True),
+                ("resnet", False),
+            ],
             marks=pytest.mark.slow,
         ),
         pytest.param(

@@ -3,8 +3,11 @@
 It imports modules, and records three models: the first recording of a process fills torch's tables of what operations do to shapes, which
 takes as long as the recording itself. Two of them it plans as most tests do, with four microbatches: the first plan of a process runs every
 kind of operation backward to see its memory. Where there is a GPU it does not, since autograd then starts threads, which a fork loses.
+
+What is there by then is frozen: collecting garbage, a rank looks through its own objects alone, which saves a tenth of its time.
 """
 
+import gc
 import importlib
 import logging
 
@@ -58,3 +61,5 @@ def _record_and_plan() -> None:
 
 
 _record_and_plan()
+gc.collect()
+gc.freeze()

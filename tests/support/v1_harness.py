@@ -2,12 +2,32 @@
 
 import torch
 import zoo
+from torch import nn
 from transformers.modeling_outputs import CausalLMOutput
 
 import smpc.v1 as smp
 
 MB = 4
 STEPS = 3
+# Where replicas hold parts of each block: gathered for a step, for each microbatch, or as each block runs.
+FOR_THE_STEP = {"fully_shard": True}
+FOR_A_MICROBATCH = {
+    "sharded_data_parallel_degree": 2,
+    "sdp_gradient_clipping": 0.0,
+    "sdp_param_persistence_threshold": 0,
+}
+WHILE_RUNNING = FOR_A_MICROBATCH | {"sdp_max_live_parameters": 1}
+
+
+class Block(nn.Module):
+    """What replicas hold in parts."""
+
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(6, 10), nn.Linear(10, 6)
+
+    def forward(self, x):
+        return x + self.down(torch.tanh(self.up(x)))
 
 
 def make_model(name="gpt2"):

@@ -311,7 +311,7 @@ def _process(*arguments, **options):
     "arguments",
     [
         ("simulate", "/dev/zero"),
-        ("compile", "gpt2.json", *TWO, *IDS),
+        pytest.param(("compile", "gpt2.json", *TWO, *IDS), marks=pytest.mark.slow),
         ("run", "-n", "2", "-m", "email.nothing"),
     ],
 )

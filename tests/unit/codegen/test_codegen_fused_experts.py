@@ -113,7 +113,7 @@ class Again(Experts):
 
 
 @pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")
-@pytest.mark.parametrize("reentrant", [True, False])
+@pytest.mark.parametrize("reentrant", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_experts_with_a_bias_that_compute_themselves_again_stay_whole(reentrant):
     """The second rank had zeros for the last bias in the forward, and the bias itself in the backward: wrong gradients of the router."""
     torch.manual_seed(0)
@@ -215,7 +215,7 @@ class Counted(Experts):
         return found
 
 
-@pytest.mark.parametrize(("form", "ranks"), [("plain", 4), ("seen", 2)])
+@pytest.mark.parametrize(("form", "ranks"), [pytest.param("plain", 4, marks=pytest.mark.slow), ("seen", 2)])
 def test_ranks_have_some_of_the_experts_where_slices_do_not_add_up(form, ranks):
     """All experts were on every rank, whatever is between the last product and the weights. Hooks of their module see all tokens."""
     torch.manual_seed(0)

@@ -37,13 +37,15 @@ def test_a_causal_model_gathers_keys_and_values_alone():
     assert "gather_in Z(2) -> B" in text
 
 
-@pytest.mark.parametrize(("name", "layout"), [("gpt2", "zigzag"), ("llama_padded", "contiguous")])
+@pytest.mark.parametrize(
+    ("name", "layout"), [pytest.param("gpt2", "zigzag", marks=pytest.mark.slow), ("llama_padded", "contiguous")]
+)
 def test_layouts_are_chosen_by_the_attention(name, layout):
     module = check(MODELS[name], 2)
     assert (module.rewritten.layout, module.rewritten.whole) == (layout, ())
 
 
-@pytest.mark.matrix(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "layout"), [("llama", "contiguous"), ("llama_eager", "zigzag")])
 def test_both_layouts_are_right_for_every_attention(name, layout):
     check(MODELS[name], 2, torch.float64, layout=layout)

@@ -208,7 +208,9 @@ def check(make, degree):
     return modules[0]
 
 
-@pytest.mark.parametrize(("make", "block"), [(gpt2, "transformer.h.1"), (llama, "model.layers.1")])
+@pytest.mark.parametrize(
+    ("make", "block"), [pytest.param(gpt2, "transformer.h.1", marks=pytest.mark.slow), (llama, "model.layers.1")]
+)
 def test_blocks_are_as_megatron_has_them(make, block):
     """One all-reduce for the attention and one for the MLP in each direction, each of 2 (t - 1) / t of the hidden state's bytes."""
     module = check(make, 2)

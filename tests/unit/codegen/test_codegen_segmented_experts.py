@@ -63,7 +63,9 @@ class Model(nn.Module):
         return self.head(hidden + self.block(hidden)).square().mean()
 
 
-@pytest.mark.parametrize(("form", "ranks"), [("plain", 4), ("counted", 2), ("biased", 4)])
+@pytest.mark.parametrize(
+    ("form", "ranks"), [pytest.param("plain", 4, marks=pytest.mark.slow), ("counted", 2), ("biased", 4)]
+)
 def test_ranks_have_some_of_the_experts(form, ranks):
     """All were on every rank. Of four ranks one has an expert without a token, and nothing else."""
     torch.manual_seed(0)

@@ -80,7 +80,8 @@ def search(target, limit, **others):
     )
 
 
-def every_way(target):
+@pytest.fixture(scope="module")
+def ways(target):
     """(seconds, peak, horizon) of the best cuts of each way for 31 microbatches, by hand: none of the search's own code."""
     model, batch = target
     trace = record(model, (batch[:1],))
@@ -105,8 +106,7 @@ def every_way(target):
     return found
 
 
-def test_offloading_is_found_where_nothing_else_fits_and_only_there(target):
-    ways = every_way(target)
+def test_offloading_is_found_where_nothing_else_fits_and_only_there(target, ways):
     least = {bool(moves): min(peak for _, peak, horizon in ways if (horizon > 0) == moves) for moves in (False, True)}
     assert least[True] < 0.8 * least[False]
     found = search(target, least[True])
@@ -128,9 +128,9 @@ def test_offloading_is_found_where_nothing_else_fits_and_only_there(target):
     assert plenty.best.without == 0
 
 
-def test_a_better_cut_fits_with_offloading(target):
+def test_a_better_cut_fits_with_offloading(target, ways):
     """Within a limit that cuts could be changed for, offloading keeps the fastest cut."""
-    fastest = min(every_way(target), key=lambda way: (way[1], way[0]))
+    fastest = min(ways, key=lambda way: (way[1], way[0]))
     limit = int(1.1 * fastest[1])
     found = search(target, limit)
     unoffloaded = [
@@ -149,10 +149,10 @@ def test_the_least_memory_counts_offloading(target):
         search(target, least - 1)
 
 
-def test_offloading_makes_no_step_faster(target):
+def test_offloading_makes_no_step_faster(ways):
     """What the search leaves out by: the same cut is as fast without, for every way and horizon."""
     by_way: dict[int, dict[int, float]] = {}
-    for i, (seconds, _, horizon) in enumerate(every_way(target)):
+    for i, (seconds, _, horizon) in enumerate(ways):
         by_way.setdefault(i // (1 + len(HORIZONS)), {})[horizon] = seconds
     assert len(by_way) == 3
     for times in by_way.values():
@@ -229,11 +229,11 @@ def test_where_nothing_is_away_for_long_enough_the_report_says_so(target):
     assert text == "nothing is offloaded: no backward of a checkpointed module is more than 32 tasks behind its forward"
 
 
-def test_the_command_finds_it(target, tmp_path, capsys, monkeypatch):
+def test_the_command_finds_it(ways, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(sys, "path", list(sys.path))
     name = f"offload_factory_{random.randrange(10**9)}"
     (tmp_path / f"{name}.py").write_text(FACTORY)
-    limit = min(peak for _, peak, _ in every_way(target))
+    limit = min(peak for _, peak, _ in ways)
     asked = ["--world-size", str(RANKS), "--memory-limit", str(limit), "--effort", "3", "--out", str(tmp_path / "out")]
     status = main(["compile", f"{tmp_path / name}.py:build", "--auto", *asked])
     out = capsys.readouterr().out

@@ -343,6 +343,7 @@ def test_the_least_memory_that_is_said_to_do_does(model, batch):
         search(model, batch[:2], world_size=2, memory_limit=least - 1)
 
 
+@pytest.mark.slow
 def test_the_same_search_gives_the_same_bytes(model, batch, free):
     again = search(model, batch, world_size=4, memory_limit=10**9)
     assert again.to_json() == free.to_json()
