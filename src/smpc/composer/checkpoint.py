@@ -256,7 +256,6 @@ def save_full(state: State, path: str, *, weights_only: bool, overwrite: bool) -
         storage.check_free(path, overwrite=overwrite)
         with storage.written(path) as file:
             write_file({"state": tree, "rng": {str(rank): own for rank, own in enumerate(rng)}}, file)
-        storage.write_checks(path)
 
     storage.on_rank_0(write)
     return path
@@ -294,14 +293,14 @@ def save_sharded(
         for file in sorted(Path(draft).iterdir()):
             _sync_file(str(file))
         sync_folder(draft)
-        storage.forget_checks(path)
+        storage.announce_checks(path, draft)
         aside = os.path.join(parent, f".{name}.replaced")
         shutil.rmtree(aside, ignore_errors=True)
         if os.path.isdir(path):
             os.rename(path, aside)
         os.rename(draft, path)
         sync_folder(parent)
-        storage.write_checks(path)
+        storage.adopt_checks(path)
         shutil.rmtree(aside, ignore_errors=True)
 
     storage.on_rank_0(begin)

@@ -26,7 +26,7 @@ import tempfile
 import warnings
 import zlib
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -35,11 +35,13 @@ import torch
 from torch import Tensor
 
 from smpc import dist
+from smpc.checkpoint.folder.folders import sync_folder
 from smpc.checkpoint.torch_format.agreement import is_url, place_of
 from smpc.errors import CheckpointError
 
 _CHECKS = ".smpc"
 _LINK = ".symlink"
+_NEXT = ".next"  # of checks, until the files are in their place
 _BLOCK = 1 << 20
 
 
@@ -105,16 +107,29 @@ def check_writable(folder: str) -> None:
 
 @contextlib.contextmanager
 def written(path: str) -> Iterator[str]:
-    """A local file to write to, which is then moved to the path."""
-    forget_checks(path)
-    if not is_url(path):
-        os.makedirs(os.path.dirname(path) or ".", exist_ok=True)
-        yield path
+    """A local file to write to, which then takes the place of the path; what was there stays until then, with its checks."""
+    name = os.path.basename(path)
+    if is_url(path):
+        with tempfile.TemporaryDirectory() as room:
+            local = os.path.join(room, "file")
+            yield local
+            _write_checks(path, {name: [os.path.getsize(local), None]}, suffix=_NEXT)
+            _with_folder(path).put_file(local, path)
+        adopt_checks(path)
         return
-    with tempfile.TemporaryDirectory() as room:
-        local = os.path.join(room, "file")
-        yield local
-        _with_folder(path).put_file(local, path)
+    parent = os.path.dirname(os.path.abspath(path))
+    os.makedirs(parent, exist_ok=True)
+    draft = os.path.join(parent, f".{name}.draft")
+    try:
+        yield draft
+        announce_checks(path, draft)
+        os.replace(draft, path)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            os.unlink(draft)
+        raise
+    sync_folder(parent)
+    adopt_checks(path)
 
 
 @contextlib.contextmanager
@@ -156,42 +171,73 @@ def remove_from_storage(path: str) -> None:
 
 
 def forget_checks(path: str) -> None:
-    """Called before the contents of a path are replaced."""
-    target = _checks_path_in_storage(path)
-    if not is_url(path):
-        Path(target).unlink(missing_ok=True)
-    elif _remote_storage(path).exists(target):
-        _remote_storage(path).rm_file(target)
+    """Called when a path is removed, and before it is replaced file by file."""
+    for suffix in ("", _NEXT):
+        target = _checks_path_in_storage(path) + suffix
+        if not is_url(path):
+            Path(target).unlink(missing_ok=True)
+        elif _remote_storage(path).exists(target):
+            _remote_storage(path).rm_file(target)
 
 
 def write_checks(path: str) -> None:
     """Write down what `check_files` compares with."""
+    _write_checks(path, _sums_of_stored_files(path))
+
+
+def announce_checks(path: str, draft: str) -> None:
+    """Before a draft is renamed to the path: write down its checks beside those of what is there, which stay valid until then."""
+    sums = _sums_of_stored_files(draft)
+    _write_checks(
+        path, sums if os.path.isdir(draft) else {os.path.basename(path): next(iter(sums.values()))}, suffix=_NEXT
+    )
+
+
+def adopt_checks(path: str) -> None:
+    """After the renaming: the checks that were announced are the path's."""
     target = _checks_path_in_storage(path)
-    text = json.dumps(_sums_of_stored_files(path), indent=1)
+    if is_url(path):
+        _remote_storage(path).mv(target + _NEXT, target)
+    else:
+        os.replace(target + _NEXT, target)
+
+
+def check_files(path: str) -> None:
+    """Compare files with their recorded sizes and checksums; warns if there is no record. Raises CheckpointError."""
+    target = _checks_path_in_storage(path)
+    expected, announced = (_read_checks(path, target + suffix) for suffix in ("", _NEXT))
+    found = None if expected is None and announced is None else _sums_of_stored_files(path)
+    if found is not None and found == announced:  # a save ended between the renaming and the end
+        return
+    if expected is None or found is None:
+        warnings.warn(f"{path} has no checksums ({target}): damage to it may not be noticed", stacklevel=2)
+        return
+    wrong = [name for name in sorted({*expected, *found}) if expected.get(name) != found.get(name)]
+    if wrong:
+        raise CheckpointError(f"{path}: damaged, missing or replaced: {', '.join(wrong)}")
+
+
+def _read_checks(path: str, target: str) -> dict[str, Any] | None:
+    """The checks of a path that a file has; None if there is no such file."""
+    try:
+        text = _remote_storage(path).cat_file(target) if is_url(path) else Path(target).read_bytes()
+    except FileNotFoundError:
+        return None
+    try:
+        return dict(json.loads(text))
+    except (ValueError, TypeError) as error:
+        raise CheckpointError(f"{target}: cannot be read: {error}") from error
+
+
+def _write_checks(path: str, sums: Mapping[str, Sequence[int | None]], *, suffix: str = "") -> None:
+    target = _checks_path_in_storage(path) + suffix
+    text = json.dumps(sums, indent=1)
     if is_url(path):
         _with_folder(target).pipe_file(target, text.encode())
         return
     os.makedirs(os.path.dirname(target), exist_ok=True)
     Path(f"{target}.draft").write_text(text, encoding="utf-8")
     os.replace(f"{target}.draft", target)
-
-
-def check_files(path: str) -> None:
-    """Compare files with their recorded sizes and checksums; warns if there is no record. Raises CheckpointError."""
-    target = _checks_path_in_storage(path)
-    try:
-        text = _remote_storage(path).cat_file(target) if is_url(path) else Path(target).read_bytes()
-    except FileNotFoundError:
-        warnings.warn(f"{path} has no checksums ({target}): damage to it may not be noticed", stacklevel=2)
-        return
-    try:
-        expected = dict(json.loads(text))
-    except (ValueError, TypeError) as error:
-        raise CheckpointError(f"{target}: cannot be read: {error}") from error
-    found = _sums_of_stored_files(path)
-    wrong = [name for name in sorted({*expected, *found}) if expected.get(name) != found.get(name)]
-    if wrong:
-        raise CheckpointError(f"{path}: damaged, missing or replaced: {', '.join(wrong)}")
 
 
 def _checks_path_in_storage(path: str) -> str:
