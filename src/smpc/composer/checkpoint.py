@@ -285,6 +285,7 @@ def save_sharded(
     draft = os.path.join(parent, f".{name}.draft")
 
     def begin() -> None:
+        storage.restore_replaced(path)
         storage.check_free(path, overwrite=overwrite)
         shutil.rmtree(draft, ignore_errors=True)  # of a job that was killed
         os.makedirs(draft)
@@ -294,7 +295,7 @@ def save_sharded(
             _sync_file(str(file))
         sync_folder(draft)
         storage.announce_checks(path, draft)
-        aside = os.path.join(parent, f".{name}.replaced")
+        aside = storage.replaced_name(path)
         shutil.rmtree(aside, ignore_errors=True)
         if os.path.isdir(path):
             os.rename(path, aside)

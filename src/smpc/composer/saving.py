@@ -6,7 +6,8 @@ import dataclasses
 import functools
 import os
 import re
-from collections.abc import Callable, Mapping
+import warnings
+from collections.abc import Callable, Mapping, Sequence
 from string import Formatter
 from typing import Any
 
@@ -15,9 +16,10 @@ from torch.distributed.checkpoint.planner import SavePlanner
 from smpc import dist
 from smpc.composer import checkpoint, storage
 from smpc.composer.checkpoint import State
+from smpc.composer.checkpoint_readers import check_is_whole, progress_of
 from smpc.composer.duration import Duration, Timestamp
 from smpc.dist.rank_and_size import known_local_size
-from smpc.errors import ConfigError, UsageError
+from smpc.errors import CheckpointError, ConfigError, UsageError
 
 _DIGITS = re.compile(r"(0?[0-9]{1,2}d?|d)?")
 
@@ -79,11 +81,70 @@ class SaveSettings:
         return os.path.join(self.folder, self._named(self._latest, state)) if self.folder and self._latest else None
 
     def newest(self, state: State) -> str | None:
-        """The newest checkpoint in the folder, the same for all ranks; None if there is none. Collective."""
-        latest = self.latest(state)
-        found: list[Any] = [latest if latest and storage.exists(latest) else None]
+        """The newest checkpoint of the run in the folder, the same for all ranks; None if there is none. Collective.
+
+        That is the one that the link leads to, but for one that a job has published since, and died before it moved the link. Without a
+        link that leads to one: the newest whole one, with a warning. Raises CheckpointError if there are some, and none is whole.
+        """
+        found: list[Any] = [None]
+
+        def find() -> None:
+            found[0] = self._newest_in_folder(state)
+
+        storage.on_rank_0(find)
         dist.broadcast_object_list(found)
         return None if found[0] is None else str(found[0])
+
+    def _newest_in_folder(self, state: State) -> str | None:
+        latest = self.latest(state)
+        if latest is None:
+            return None
+        others = self._checkpoints(state)  # first: it puts back what the link may lead to
+        linked = _linked(latest)
+        if linked is not None:
+            since = storage.written_at(latest)
+            others = [path for path in others if storage.written_at(path) >= since and storage.followed(path) != linked]
+        ranked, problems = _by_progress(others)
+        reached = 0
+        if linked is not None and ranked:
+            reached = progress_of(linked).batch
+        for batch, path in reversed(ranked):
+            if linked is not None and batch <= reached:
+                break
+            try:
+                check_is_whole(path)
+            except CheckpointError as error:
+                problems.append(str(error))
+                continue
+            leads = "no checkpoint" if linked is None else linked
+            self._warn([*problems, f"{latest} leads to {leads}: the run goes on from {path}, the newest whole one"])
+            return path
+        if linked is None and problems:
+            lines = [
+                f"{self.folder}: none of the checkpoints there is whole; mend one, or move them away to start anew"
+            ]
+            raise CheckpointError("\n".join([*lines, *problems]))
+        self._warn(problems)
+        return latest if linked is not None else None
+
+    @staticmethod
+    def _warn(lines: Sequence[str]) -> None:
+        for line in lines:
+            warnings.warn(f"autoresume: {line}", stacklevel=6)
+
+    def _checkpoints(self, state: State) -> list[str]:
+        """The paths in the folder that checkpoints of this run may have, but for the best one."""
+        assert self.folder is not None, "checked by those who call"
+        template = os.path.normpath(self._prefix or self._filename)
+        pattern = ""
+        for text, field, how, _ in Formatter().parse(template):
+            pattern += re.escape(text)
+            if field in ("run_name", "rank", "local_rank", "node_rank"):
+                pattern += re.escape(self._named(f"{{{field}{f':{how}' if how else ''}}}", state))
+            elif field is not None:
+                pattern += " *[0-9]+"
+        paths = storage.entries(self.folder, template.count("/") + 1)
+        return [path for path in paths if re.fullmatch(pattern, os.path.relpath(path, self.folder))]
 
     def save_best(self, state: State, loss: float) -> None:
         """After an evaluation: if its loss is the least so far, write the checkpoint that is kept for it. Collective."""
@@ -151,3 +212,23 @@ class SaveSettings:
 
         storage.on_rank_0(finish)
         return target
+
+
+def _linked(latest: str) -> str | None:
+    """The checkpoint that a link leads to; None if there is none."""
+    try:
+        target = storage.followed(latest)
+    except CheckpointError:  # it contains no name
+        return None
+    return target if storage.exists(target) else None
+
+
+def _by_progress(paths: Sequence[str]) -> tuple[list[tuple[int, str]], list[str]]:
+    """Checkpoints with the batch that each was saved at, oldest first; what is wrong with those that do not say it."""
+    found, problems = [], []
+    for path in paths:
+        try:
+            found.append((progress_of(path).batch, path))
+        except CheckpointError as error:
+            problems.append(str(error))
+    return sorted(found), problems

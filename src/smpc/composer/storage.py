@@ -41,6 +41,7 @@ from smpc.errors import CheckpointError
 
 _CHECKS = ".smpc"
 _LINK = ".symlink"
+_REPLACED = ".replaced"
 _NEXT = ".next"  # of checks, until the files are in their place
 _BLOCK = 1 << 20
 
@@ -84,6 +85,20 @@ def followed(path: str) -> str:
     if not name or "://" in name or any(part in ("", ".", "..") for part in name.split("/")):
         raise CheckpointError(f"{path}{_LINK}: expected the name of a checkpoint beside it, found {name[:200]!r}")
     return f"{folder}/{name}"
+
+
+def restore_replaced(path: str) -> None:
+    """Put a sharded checkpoint back that a save had moved aside when its job died, before the new one was in its place."""
+    aside = replaced_name(path)
+    if not is_url(path) and not os.path.lexists(path) and os.path.isdir(aside):
+        with contextlib.suppress(OSError):  # another rank is putting it back, or the folder may only be read
+            os.rename(aside, path)
+
+
+def replaced_name(path: str) -> str:
+    """Where a sharded checkpoint of this machine is, while another one takes its place."""
+    parent, name = os.path.split(os.path.abspath(path))
+    return os.path.join(parent, f".{name}{_REPLACED}")
 
 
 def check_free(path: str, *, overwrite: bool) -> None:
@@ -142,6 +157,40 @@ def fetched(path: str) -> Iterator[str]:
         local = os.path.join(room, os.path.basename(path))
         _remote_storage(path).get_file(path, local)
         yield local
+
+
+@contextlib.contextmanager
+def opened(path: str) -> Iterator[Any]:
+    """The path, to read some of its bytes."""
+    with _remote_storage(path).open(path, "rb") if is_url(path) else open(path, "rb") as file:
+        yield file
+
+
+def entries(folder: str, depth: int) -> list[str]:
+    """The paths of what is `depth` levels below a folder, in order; sharded checkpoints that jobs have left aside are put back first."""
+    if is_url(folder):
+        remote = _remote_storage(folder)
+        root = str(remote._strip_protocol(folder)).rstrip("/")
+        found = remote.find(root, maxdepth=depth, withdirs=True) if remote.exists(root) else []
+        names = [str(each).removeprefix(root).strip("/") for each in found]
+        return [f"{folder.rstrip('/')}/{name}" for name in sorted(names) if name.count("/") == depth - 1]
+    levels = "/".join("*" * depth)
+    for path in Path(folder).glob(levels):
+        if path.name.startswith(".") and path.name.endswith(_REPLACED):
+            restore_replaced(str(path.with_name(path.name[1:].removesuffix(_REPLACED))))
+    return sorted(str(path) for path in Path(folder).glob(levels) if not path.is_symlink())
+
+
+def written_at(path: str) -> float:
+    """When a checkpoint, or a link itself, was written; 0 for storage that does not say so."""
+    if not is_url(path):
+        return os.lstat(path).st_mtime
+    remote = _remote_storage(path)
+    there = [each for each in (path + _LINK, f"{path}/.metadata", path) if remote.exists(each)]
+    try:
+        return float(remote.modified(there[0]).timestamp())
+    except NotImplementedError:
+        return 0.0
 
 
 def link(path: str, latest: str) -> None:
