@@ -169,7 +169,7 @@ class SaveSettings:
             )
 
     def check_first(self, state: State, interval: Duration, end: Duration, batches: int | None) -> None:
-        """Before a run trains: raise CheckpointError if nothing can be written, or if a new run's first checkpoint exists.
+        """Before training: CheckpointError if nothing can be written or the next checkpoint exists, ConfigError if two share a name.
 
         Collective. `batches`: of an epoch; None where that is not known, and then no name is looked for.
         """
@@ -177,15 +177,20 @@ class SaveSettings:
         if folder is None:
             return
         storage.on_rank_0(lambda: storage.check_writable(folder))
-        if self._overwrite or not batches or interval.unit not in ("ba", "ep") or state.timestamp.batch:
+        template = self._prefix or self._filename
+        fields = {field for _, field, _, _ in Formatter().parse(template)}
+        if self._overwrite or not batches or interval.unit not in ("ba", "ep") or fields & {"sample", "token"}:
             return
-        at = [
-            each.count * (batches if each.unit == "ep" else 1) for each in (interval, end) if each.unit in ("ba", "ep")
-        ]
-        batch = min(at)
-        first = dataclasses.replace(state, timestamp=Timestamp(batch // batches, batch, batch_in_epoch=batch % batches))
-        target = os.path.join(folder, self._named(self._prefix or self._filename, first))
-        storage.on_rank_0(lambda: storage.check_free(target, overwrite=False))
+        times = _next_saves(state.timestamp, interval, end, batches)
+        names = [self._named(template, dataclasses.replace(state, timestamp=each)) for each in times]
+        if len(names) > len(set(names)):
+            argument = "save_filename" if self._prefix is None else "sharded_ckpt_prefix_dir"
+            raise ConfigError(
+                f"{argument}: expected a name for each checkpoint, found {template!r}, which names those of batch "
+                f"{' and '.join(str(each.batch) for each in times)} alike; give {{batch}} in it, or save_overwrite=True"
+            )
+        if names:
+            storage.on_rank_0(lambda: storage.check_free(os.path.join(folder, names[0]), overwrite=False))
 
     def save(self, state: State, path: str | None) -> str:
         """Write a checkpoint; one of the run itself (`path` None) gets the link, and old ones are removed."""
@@ -212,6 +217,25 @@ class SaveSettings:
 
         storage.on_rank_0(finish)
         return target
+
+
+def _next_saves(now: Timestamp, interval: Duration, end: Duration, batches: int) -> list[Timestamp]:
+    """When a run saves next: twice, or once if it ends then, or if its end is no number of epochs or batches. `batches`: of an epoch."""
+    begun = now.batch - now.batch_in_epoch  # where this epoch began
+
+    def batch_at(count: int, unit: str) -> int:
+        return count if unit == "ba" else begun + (count - now.epoch) * batches
+
+    last = batch_at(end.count, end.unit) if end.unit in ("ba", "ep") else None
+    reached = now.batch if interval.unit == "ba" else now.epoch
+    at = [batch_at((reached // interval.count + more) * interval.count, interval.unit) for more in (1, 2)]
+    at = at[:1] if last is None else sorted({min(batch, last) for batch in at if min(batch, last) > now.batch})
+    return [
+        dataclasses.replace(
+            now, epoch=now.epoch + (batch - begun) // batches, batch=batch, batch_in_epoch=(batch - begun) % batches
+        )
+        for batch in at
+    ]
 
 
 def _linked(latest: str) -> str | None:

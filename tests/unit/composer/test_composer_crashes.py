@@ -6,10 +6,13 @@ import warnings
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from support.trainer_cases import everything, trainer
 
-from smpc.composer import checkpoint, storage
-from smpc.errors import CheckpointError
+from smpc.composer import checkpoint, saving, storage
+from smpc.composer.duration import Duration, Timestamp
+from smpc.errors import CheckpointError, ConfigError
 
 
 class Killed(BaseException):
@@ -148,3 +151,50 @@ def test_death_between_the_two_renames_of_a_sharded_save(tmp_path, monkeypatch):
     for found in (again, by_path):
         assert found.state.timestamp == first.state.timestamp
         assert torch.equal(everything(found), everything(first))
+
+
+@KINDS
+def test_a_name_that_is_there_is_told_before_a_resumed_run_trains(tmp_path, options):
+    """It was told after an epoch of training, which was lost."""
+    _run(tmp_path, max_duration="4ba", **options).fit()
+    again = _run(tmp_path, load_path=str(_path(tmp_path, 2, options)), **options)
+    with pytest.raises(CheckpointError, match=r"ep0-ba3.* is there already; give save_overwrite=True"):
+        again.fit()
+    assert again.state.timestamp.batch == 2
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "is_refused"),
+    [
+        ("ck.pt", {"save_interval": "1ba"}, True),
+        ("ck.pt", {"save_interval": "3ba"}, True),
+        ("ck.pt", {"save_interval": "1ep"}, False),
+        ("ep{epoch}.pt", {"save_interval": "1ba"}, True),
+        ("ep{epoch}.pt", {"save_interval": "1ep", "max_duration": "2ep"}, False),
+        ("{batch_in_epoch}.pt", {"save_interval": "1ep", "max_duration": "2ep"}, True),
+        ("{sample}.pt", {"save_interval": "1ba"}, False),
+        ("ck.pt", {"save_interval": "1ba", "save_overwrite": True}, False),
+    ],
+)
+def test_names_that_two_checkpoints_share_are_told_before_training(tmp_path, name, options, is_refused):
+    """The second of them failed, after the training in between."""
+    made = trainer(4, save_folder=str(tmp_path), save_filename=name, **options)
+    if not is_refused:
+        made.fit()
+        return
+    with pytest.raises(ConfigError, match="save_filename: expected a name for each checkpoint, found"):
+        made.fit()
+    assert made.state.timestamp.batch == 0
+
+
+@given(st.integers(1, 5), st.integers(1, 9), st.integers(1, 12), st.integers(0, 11), st.sampled_from(["ba", "ep"]))
+def test_when_a_run_saves_next(batches, count, last, reached, unit):
+    """As the loop of a run counts it, batch by batch."""
+    interval, end = Duration(count, unit), Duration(last, "ba")
+    now = Timestamp(reached // batches, reached, batch_in_epoch=reached % batches)
+    expected, before = [], now
+    for batch in range(reached + 1, last + 1):
+        after = Timestamp(batch // batches, batch, batch_in_epoch=batch % batches)
+        expected += [after] if interval.passed(before, after) or batch == last else []
+        before = after
+    assert saving._next_saves(now, interval, end, batches) == expected[:2]
