@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import fnmatch
 import json
+import math
 import os
 import shutil
 import warnings
@@ -408,7 +409,8 @@ def load_rest(state: State, reader: Reader, ignore: Sequence[str]) -> None:
     if not _is_left_out(_TIMESTAMP, ignore):
         state.timestamp = Timestamp(**reader.plain.get("timestamp", {}))
     state.device_train_microbatch_size = state.device_train_microbatch_size or reader.plain.get("microbatch")
-    state.best = reader.plain.get("best")
+    best = reader.plain.get("best")
+    state.best = None if best is None or math.isnan(best) else best  # older versions stored NaN
     if state.scale is not None and reader.plain.get("scale"):
         state.scale.factor, state.scale.good, state.scale.bad = reader.plain["scale"]
     if _is_left_out(_RNG, ignore):

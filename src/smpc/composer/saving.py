@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 import os
 import re
 import warnings
@@ -147,8 +148,10 @@ class SaveSettings:
         return [path for path in paths if re.fullmatch(pattern, os.path.relpath(path, self.folder))]
 
     def save_best(self, state: State, loss: float) -> None:
-        """After an evaluation: if its loss is the least so far, write the checkpoint that is kept for it. Collective."""
-        if self.folder is None or self._best is None or (state.best is not None and not loss < state.best):
+        """After an evaluation: if its loss is the least so far, write the checkpoint that is kept for it; NaN never is. Collective."""
+        if self.folder is None or self._best is None or math.isnan(loss):
+            return
+        if state.best is not None and not loss < state.best:
             return
         state.best = loss
         target = os.path.join(self.folder, self._named(self._best, state))
