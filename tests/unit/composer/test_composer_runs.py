@@ -192,6 +192,36 @@ def test_values_that_no_run_has(wrong, tmp_path):
         trainer(4, load_path=str(tmp_path / "b.pt"))
 
 
+@pytest.mark.parametrize("what", ["groups", "optimizer", "timestamp", "best", "lr", "rng"])
+def test_a_checkpoint_that_does_not_fit_changes_nothing(what, tmp_path):
+    """The model's values were taken before the rest was looked at."""
+    made = trainer(4, max_duration="1ba")
+    made.fit()
+    path = made.save_checkpoint(str(tmp_path / "a.pt"))
+    wrong = {"timestamp": {"timestamp": {"batch": "x"}}, "best": {"best": "low"}, "lr": {"groups": [{"lr": "hot"}]}}
+    content = torch.load(path, weights_only=True)
+    content["state"]["plain"] = json.dumps(json.loads(content["state"]["plain"]) | wrong.get(what, {}))
+    if what == "rng":
+        content["rng"]["0"]["plain"] = "[]"
+    torch.save(content, path)
+    shutil.rmtree(tmp_path / ".smpc")
+    model = classifier()
+    optimizer = torch.optim.AdamW(
+        [{"params": model.model.blocks.parameters()}, {"params": model.model.head.parameters()}]
+    )
+    if what == "optimizer":
+        optimizer = torch.optim.SGD(model.parameters())
+    elif what != "groups":
+        optimizer = torch.optim.AdamW(model.parameters())
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    random = torch.get_rng_state()
+    with pytest.warns(UserWarning, match="no checksums"), pytest.raises(CheckpointError):
+        Trainer(model=model, optimizers=optimizer, load_path=path, device="cpu")
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    assert not optimizer.state
+    assert torch.equal(torch.get_rng_state(), random)
+
+
 @pytest.fixture
 def saved(tmp_path):
     made = trainer(4, fsdp_config=SHARDED, save_folder=str(tmp_path), save_interval="2ba", max_duration="2ba")
