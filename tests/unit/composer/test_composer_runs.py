@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader
 from smpc.composer import ComposerModel, Trainer
 from smpc.composer.microbatches import cut
 from smpc.errors import CheckpointError, ConfigError, UsageError
+from smpc.sharding.tensors import whole
 
 SHARDED = {"state_dict_type": "sharded", "sharded_ckpt_prefix_dir": "ba{batch}-shards"}
 
@@ -76,6 +77,32 @@ def test_microbatches_weigh_by_the_tokens_that_count_in_the_loss():
     for own, other in zip(model.parameters(), plain.parameters(), strict=True):
         torch.testing.assert_close(own, other, rtol=1e-5, atol=1e-6)
     assert made.state.timestamp.token == 40
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"fsdp_config": {}}, {"precision": "amp_fp16"}], ids=["replicas", "sharded", "fp16"]
+)
+def test_clipping_counts_what_the_optimizer_updates(options):
+    """Gradients of other parameters, which nothing sets to zero, counted and grew with each batch."""
+    model, plain, data = classifier(), classifier(), dataset()
+    given = {"fp16": {"enabled": True, "loss_scale": 8}} if options.get("precision") else {}
+    if "fsdp_config" not in options:
+        given = {"deepspeed_config": {"gradient_clipping": 0.1, **given}}
+    made = Trainer(
+        model=model, optimizers=torch.optim.SGD(model.model.head.parameters(), lr=0.5), device="cpu", max_duration="4ba",
+        train_dataloader=DataLoader(data, batch_size=4), **(given if "fsdp_config" not in options else {}), **options,
+    )  # fmt: skip
+    made._stepper.clipping = 0.1
+    made.fit()
+    optimizer = torch.optim.SGD(plain.model.head.parameters(), lr=0.5)
+    for batch in DataLoader(data, batch_size=4):
+        with torch.autocast("cpu", torch.float16, enabled="precision" in options):
+            plain.loss(plain(batch), batch).backward()
+        torch.nn.utils.clip_grad_norm_(plain.model.head.parameters(), 0.1)
+        optimizer.step()
+        optimizer.zero_grad()
+    tolerance = 1e-3 if "precision" in options else 1e-6
+    torch.testing.assert_close(whole(model.model.head.weight), plain.model.head.weight, rtol=tolerance, atol=tolerance)
 
 
 class Pages:
