@@ -249,6 +249,15 @@ def test_a_checkpoint_that_does_not_fit_changes_nothing(what, tmp_path):
     assert torch.equal(torch.get_rng_state(), random)
 
 
+def test_the_size_of_microbatches_is_the_scripts(tmp_path):
+    """Without one a resumed run's batches are whole; it took the size of the run before."""
+    path = trainer(4, device_train_microbatch_size=2).save_checkpoint(str(tmp_path / "a.pt"))
+    sizes = {None: None, 4: 4, "auto": 2}
+    for given, expected in sizes.items():
+        found = trainer(4, load_path=path, device_train_microbatch_size=given)
+        assert found.state.device_train_microbatch_size == expected
+
+
 @pytest.fixture
 def saved(tmp_path):
     made = trainer(4, fsdp_config=SHARDED, save_folder=str(tmp_path), save_interval="2ba", max_duration="2ba")
