@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import fnmatch
 import json
+import math
 import os
 import shutil
 import warnings
@@ -256,7 +257,6 @@ def save_full(state: State, path: str, *, weights_only: bool, overwrite: bool) -
         storage.check_free(path, overwrite=overwrite)
         with storage.written(path) as file:
             write_file({"state": tree, "rng": {str(rank): own for rank, own in enumerate(rng)}}, file)
-        storage.write_checks(path)
 
     storage.on_rank_0(write)
     return path
@@ -286,6 +286,7 @@ def save_sharded(
     draft = os.path.join(parent, f".{name}.draft")
 
     def begin() -> None:
+        storage.restore_replaced(path)
         storage.check_free(path, overwrite=overwrite)
         shutil.rmtree(draft, ignore_errors=True)  # of a job that was killed
         os.makedirs(draft)
@@ -294,14 +295,14 @@ def save_sharded(
         for file in sorted(Path(draft).iterdir()):
             _sync_file(str(file))
         sync_folder(draft)
-        storage.forget_checks(path)
-        aside = os.path.join(parent, f".{name}.replaced")
+        storage.announce_checks(path, draft)
+        aside = storage.replaced_name(path)
         shutil.rmtree(aside, ignore_errors=True)
         if os.path.isdir(path):
             os.rename(path, aside)
         os.rename(draft, path)
         sync_folder(parent)
-        storage.write_checks(path)
+        storage.adopt_checks(path)
         shutil.rmtree(aside, ignore_errors=True)
 
     storage.on_rank_0(begin)
@@ -342,8 +343,8 @@ def _sync_file(path: str) -> None:
 
 
 @torch.no_grad()
-def load_model(state: State, reader: Reader, *, strict: bool, ignore: Sequence[str]) -> None:
-    """Fill the parameters and buffers of the model. Raises CheckpointError for names and shapes, before a tensor changes."""
+def model_loading(state: State, reader: Reader, *, strict: bool, ignore: Sequence[str]) -> Callable[[], None]:
+    """What fills the parameters and buffers of the model; raises CheckpointError for names and shapes, before a tensor changes."""
     own = dict(state.model.state_dict())
     there = {name.removeprefix("model."): tensor for name, tensor in reader.shapes.items() if name.startswith("model.")}
 
@@ -376,7 +377,8 @@ def load_model(state: State, reader: Reader, *, strict: bool, ignore: Sequence[s
     ]
     if strangers:
         warnings.warn(f"load_ignore_keys: nothing is called {', '.join(strangers[:8])}", stacklevel=4)
-    reader.fill({f"model.{name}": target for name, target in targets.items()})
+    filled = {f"model.{name}": target for name, target in targets.items()}
+    return torch.no_grad()(lambda: reader.fill(filled))
 
 
 def _is_left_out(part: str, ignore: Sequence[str]) -> bool:
@@ -384,44 +386,71 @@ def _is_left_out(part: str, ignore: Sequence[str]) -> bool:
     return any(fnmatch.fnmatch(part, each) for pattern in ignore for each in (pattern, pattern.removesuffix("/*")))
 
 
-def load_rest(state: State, reader: Reader, ignore: Sequence[str]) -> None:
-    """The optimizer, the schedulers, how far the run has come, and random states. Collective if only rank 0 reads."""
+def rest_loading(state: State, reader: Reader, ignore: Sequence[str]) -> Callable[[], None]:
+    """What fills the optimizer, the schedulers, how far the run has come, and random states; all of it is checked before, and read.
+
+    Collective, as is the call of what is returned.
+    """
     _check_plain(reader.plain)
+    _warn_of_missing_parts(reader, ignore)
+    works: list[Callable[[], None]] = []
+    if not _is_left_out(_OPTIMIZERS, ignore):
+        works.append(_load_optimizer(state, reader))
+    if not _is_left_out(_SCHEDULERS, ignore):
+        works.append(_load_schedulers(state, reader.plain.get("schedulers")))
+    timestamp = state.timestamp if _is_left_out(_TIMESTAMP, ignore) else Timestamp(**reader.plain.get("timestamp", {}))
+    if not _is_left_out(_RNG, ignore):
+        works.append(_load_random_state(state, reader, knows_place=not _is_left_out(_TIMESTAMP, ignore)))
+
+    def load() -> None:
+        for work in works:
+            work()
+        state.timestamp = timestamp
+        state.device_train_microbatch_size = state.device_train_microbatch_size or reader.plain.get("microbatch")
+        best = reader.plain.get("best")
+        state.best = None if best is None or math.isnan(best) else best  # older versions stored NaN
+        if state.scale is not None and reader.plain.get("scale"):
+            state.scale.factor, state.scale.good, state.scale.bad = reader.plain["scale"]
+
+    return load
+
+
+def _warn_of_missing_parts(reader: Reader, ignore: Sequence[str]) -> None:
+    """Raise CheckpointError for weights alone, and warn of a checkpoint that lacks a part of a run."""
+    has_optimizer = any(name.startswith("optimizers.") for name in reader.shapes)
     if not reader.plain.get("timestamp"):
-        if not any(name.startswith("optimizers.") for name in reader.shapes):
+        if not has_optimizer:
             raise CheckpointError(
                 "the checkpoint does not say how far a run has come; give load_weights_only=True for its weights"
             )
         warnings.warn(
             "the checkpoint has weights and an optimizer's state, and does not say how far a run has come: it begins at batch 0",
-            stacklevel=4,
+            stacklevel=5,
         )
-    has_optimizer = reader.plain.get("groups") or any(name.startswith("optimizers.") for name in reader.shapes)
-    if not has_optimizer and not _is_left_out(_OPTIMIZERS, ignore):
+    if not (has_optimizer or reader.plain.get("groups")) and not _is_left_out(_OPTIMIZERS, ignore):
         warnings.warn(
-            "the checkpoint has weights, and no optimizer (save_weights_only): that begins anew", stacklevel=4
+            "the checkpoint has weights, and no optimizer (save_weights_only): that begins anew", stacklevel=5
         )
-    if not _is_left_out(_OPTIMIZERS, ignore):
-        _load_optimizer(state, reader)
-    if not _is_left_out(_SCHEDULERS, ignore):
-        _load_schedulers(state, reader.plain.get("schedulers"))
-    if not _is_left_out(_TIMESTAMP, ignore):
-        state.timestamp = Timestamp(**reader.plain.get("timestamp", {}))
-    state.device_train_microbatch_size = state.device_train_microbatch_size or reader.plain.get("microbatch")
-    state.best = reader.plain.get("best")
-    if state.scale is not None and reader.plain.get("scale"):
-        state.scale.factor, state.scale.good, state.scale.bad = reader.plain["scale"]
-    if _is_left_out(_RNG, ignore):
-        return
+
+
+def _load_random_state(state: State, reader: Reader, *, knows_place: bool) -> Callable[[], None]:
+    """What restores this rank's random state, and with it its place in the data; nothing on another number of ranks."""
     rng = reader.rng(dist.get_global_rank())
-    if rng is not None and reader.plain.get("world_size") == dist.get_world_size():
-        restore_rng(_captured_in_composer_checkpoint(rng))
-        if not _is_left_out(_TIMESTAMP, ignore):
-            state.begun = _captured_in_composer_checkpoint(rng["begun"]) if rng.get("begun") else None
-            state.loader = decoded(rng.get("loader", "null"))
+    if rng is None or reader.plain.get("world_size") != dist.get_world_size():
+        return lambda: None
+    captured = _captured_in_composer_checkpoint(rng)
+    begun = _captured_in_composer_checkpoint(rng["begun"]) if rng.get("begun") else None
+    loader = decoded(rng.get("loader", "null"))
+
+    def load() -> None:
+        restore_rng(captured)
+        if knows_place:
+            state.begun, state.loader = begun, loader
+
+    return load
 
 
-def _load_schedulers(state: State, saved: Sequence[Any] | None) -> None:
+def _load_schedulers(state: State, saved: Sequence[Any] | None) -> Callable[[], None]:
     """`saved`: None in checkpoints of other Trainers."""
     if saved is not None and len(saved) != len(state.schedulers):
         warnings.warn(
@@ -429,8 +458,13 @@ def _load_schedulers(state: State, saved: Sequence[Any] | None) -> None:
             "taken, or begins anew",
             stacklevel=5,
         )
-    for scheduler, own in zip(state.schedulers, saved or (), strict=False):
-        scheduler.load_state_dict(decoded(own) if isinstance(own, str) else dict(own))  # older ones have no kinds
+    read = [decoded(own) if isinstance(own, str) else dict(own) for own in saved or ()]  # older ones have no kinds
+
+    def load() -> None:
+        for scheduler, own in zip(state.schedulers, read, strict=False):
+            scheduler.load_state_dict(own)
+
+    return load
 
 
 def _check_plain(plain: Mapping[str, Any]) -> None:
@@ -452,14 +486,16 @@ def _is_number(value: Any, kind: Any) -> bool:
     return isinstance(value, kind) and not isinstance(value, bool) and value >= 0
 
 
-def _load_optimizer(state: State, reader: Reader) -> None:
+def _load_optimizer(state: State, reader: Reader) -> Callable[[], None]:
     optimizer, kind = state.optimizer, type(state.optimizer).__name__
     saved_kinds = {name.split(".")[1] for name in reader.shapes if name.startswith("optimizers.")} - {ANY}
     if saved_kinds and saved_kinds != {kind}:
         raise CheckpointError(f"the optimizer: expected a checkpoint of {kind}, found {', '.join(sorted(saved_kinds))}")
     names, groups = _parameter_names(state), reader.plain.get("groups", ())
     _check_groups([[names[p] for p in group["params"]] for group in optimizer.param_groups], groups)
+    _check_options(optimizer, groups)
     targets: dict[str, Tensor] = {}
+    states: dict[Any, dict[str, Any]] = {}
     root = f"optimizers.{kind if saved_kinds else ANY}.state."
     below = (name for name in reader.shapes if name.startswith(root))
     there = {name.removeprefix(root).rpartition(".")[0] for name in below}
@@ -473,22 +509,36 @@ def _load_optimizer(state: State, reader: Reader) -> None:
         targets |= {prefix + key: value for key, value in values.items()}
         values |= reader.plain.get("values", {}).get(names[parameter], {})
         if values:
-            optimizer.state[parameter] = values
+            states[parameter] = values
     if saved_kinds and not targets:
         raise CheckpointError(
             "the optimizer: expected states under the names of the model's parameters, found none of them; give load_weights_only=True, or "
             "load_ignore_keys=['state/optimizers']"
         )
-    reader.fill(targets)
+
+    def load() -> None:
+        with torch.no_grad():
+            reader.fill(targets)
+        optimizer.state.update(states)
+        for group, saved in zip(optimizer.param_groups, groups, strict=False):
+            for key, value in saved.items():
+                if key != "params" and isinstance(group.get(key), Tensor):
+                    group[key].copy_(torch.as_tensor(value))
+                elif key != "params":
+                    group[key] = tuple(value) if isinstance(group.get(key), tuple) else value
+
+    return load
+
+
+def _check_options(optimizer: torch.optim.Optimizer, groups: Sequence[Mapping[str, Any]]) -> None:
+    """Raise CheckpointError for options of groups that are no numbers, where the optimizer has numbers."""
     for group, saved in zip(optimizer.param_groups, groups, strict=False):
         for key, value in saved.items():
-            if key != "params":
-                if isinstance(group.get(key), float) and not isinstance(value, int | float):
-                    raise CheckpointError(f"the optimizer: {key}: expected a number, found {value!r}")
-                if isinstance(group.get(key), Tensor):
-                    group[key].copy_(torch.as_tensor(value))
-                else:
-                    group[key] = tuple(value) if isinstance(group.get(key), tuple) else value
+            own = group.get(key)
+            if isinstance(own, float) and not isinstance(value, int | float):
+                raise CheckpointError(f"the optimizer: {key}: expected a number, found {value!r}")
+            if isinstance(own, Tensor) and torch.as_tensor(value).shape not in (own.shape, ()):
+                raise CheckpointError(f"the optimizer: {key}: expected the shape {tuple(own.shape)}, found {value!r}")
 
 
 def _check_groups(own: Sequence[Sequence[str]], saved: Sequence[Mapping[str, Any]]) -> None:

@@ -25,7 +25,7 @@ from torch.distributed.checkpoint.planner import LoadPlanner
 from torch.torch_version import TorchVersion
 
 from smpc import dist
-from smpc.checkpoint.folder.files import read_file
+from smpc.checkpoint.folder.files import archived_records, read_file
 from smpc.checkpoint.torch_format.agreement import CoordinatedRanks, is_url
 from smpc.checkpoint.torch_format.loading import load_state
 from smpc.checkpoint.torch_format.reader import TorchFormatReader as FolderFiles
@@ -250,9 +250,11 @@ def find_checkpoint(path: str, sharded: bool | None) -> tuple[str, bool]:
             f"load_path {template!r}: checkpoints with a file for each rank, as torch 1.13 has them, are not read; convert them "
             "with the version that wrote them"
         )
+    storage.restore_replaced(path)
     if not storage.exists(path) and not os.path.islink(path):
         raise CheckpointError(f"load_path: no checkpoint at {path}")
     real = storage.followed(path)
+    storage.restore_replaced(real)
     if not storage.exists(real):
         raise CheckpointError(f"load_path: no checkpoint at {path}, which leads to {real}")
     is_folder = storage.is_folder(real)
@@ -270,6 +272,40 @@ def find_checkpoint(path: str, sharded: bool | None) -> tuple[str, bool]:
     if is_folder and not storage.exists(f"{real}/{_METADATA}"):
         raise CheckpointError(f"load_path {path!r}: expected {_METADATA} in the folder, found none")
     return real, is_folder
+
+
+def progress_of(path: str) -> Timestamp:
+    """How far the run had come when it saved a checkpoint; no tensor is read. On this rank only.
+
+    Raises CheckpointError for what does not say it.
+    """
+    try:
+        if storage.is_folder(path):
+            with warnings.catch_warnings(action="ignore"):  # it is looked at, and not loaded
+                counts = dict(FolderReader(path, None).plain["timestamp"])
+        else:
+            with storage.opened(path) as file:
+                tree = archived_records(file, path).by_name()
+            for name in ("state", "timestamp", "Timestamp"):
+                tree = tree[name].by_name()
+            counts = {name: value for name, value in tree.items() if name in Timestamp.__dataclass_fields__}
+        found = Timestamp(**counts)
+        if not all(isinstance(value, int) for value in found.fields().values()):
+            raise TypeError(f"expected numbers, found {counts}")
+    except (KeyError, TypeError, ValueError, AttributeError, OSError) as error:
+        raise CheckpointError(f"{path}: not a checkpoint of a Trainer: {type(error).__name__}: {error}") from error
+    return found
+
+
+def check_is_whole(path: str) -> None:
+    """Raise CheckpointError for a checkpoint that has not all its files, or not as they were written. On this rank only."""
+    with warnings.catch_warnings(action="ignore"):  # of checksums that are missing: `open_checkpoint` gives it
+        storage.check_files(path)
+    if storage.is_folder(path):
+        named = {info.relative_path for info in FolderFiles(path).read_metadata().storage_data.values()}
+        missing = sorted(name for name in named if not storage.exists(f"{path}/{name}"))
+        if missing:
+            raise CheckpointError(f"{path}: missing: {', '.join(missing[:5])}")
 
 
 def open_checkpoint(path: str, *, sharded: bool | None, alone: bool, planner: LoadPlanner | None = None) -> Reader:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 import os
 import re
-from collections.abc import Callable, Mapping
+import warnings
+from collections.abc import Callable, Mapping, Sequence
 from string import Formatter
 from typing import Any
 
@@ -15,9 +17,10 @@ from torch.distributed.checkpoint.planner import SavePlanner
 from smpc import dist
 from smpc.composer import checkpoint, storage
 from smpc.composer.checkpoint import State
+from smpc.composer.checkpoint_readers import check_is_whole, progress_of
 from smpc.composer.duration import Duration, Timestamp
 from smpc.dist.rank_and_size import known_local_size
-from smpc.errors import ConfigError, UsageError
+from smpc.errors import CheckpointError, ConfigError, UsageError
 
 _DIGITS = re.compile(r"(0?[0-9]{1,2}d?|d)?")
 
@@ -79,15 +82,76 @@ class SaveSettings:
         return os.path.join(self.folder, self._named(self._latest, state)) if self.folder and self._latest else None
 
     def newest(self, state: State) -> str | None:
-        """The newest checkpoint in the folder, the same for all ranks; None if there is none. Collective."""
-        latest = self.latest(state)
-        found: list[Any] = [latest if latest and storage.exists(latest) else None]
+        """The newest checkpoint of the run in the folder, the same for all ranks; None if there is none. Collective.
+
+        That is the one that the link leads to, but for one that a job has published since, and died before it moved the link. Without a
+        link that leads to one: the newest whole one, with a warning. Raises CheckpointError if there are some, and none is whole.
+        """
+        found: list[Any] = [None]
+
+        def find() -> None:
+            found[0] = self._newest_in_folder(state)
+
+        storage.on_rank_0(find)
         dist.broadcast_object_list(found)
         return None if found[0] is None else str(found[0])
 
+    def _newest_in_folder(self, state: State) -> str | None:
+        latest = self.latest(state)
+        if latest is None:
+            return None
+        others = self._checkpoints(state)  # first: it puts back what the link may lead to
+        linked = _linked(latest)
+        if linked is not None:
+            since = storage.written_at(latest)
+            others = [path for path in others if storage.written_at(path) >= since and storage.followed(path) != linked]
+        ranked, problems = _by_progress(others)
+        reached = 0
+        if linked is not None and ranked:
+            reached = progress_of(linked).batch
+        for batch, path in reversed(ranked):
+            if linked is not None and batch <= reached:
+                break
+            try:
+                check_is_whole(path)
+            except CheckpointError as error:
+                problems.append(str(error))
+                continue
+            leads = "no checkpoint" if linked is None else linked
+            self._warn([*problems, f"{latest} leads to {leads}: the run goes on from {path}, the newest whole one"])
+            return path
+        if linked is None and problems:
+            lines = [
+                f"{self.folder}: none of the checkpoints there is whole; mend one, or move them away to start anew"
+            ]
+            raise CheckpointError("\n".join([*lines, *problems]))
+        self._warn(problems)
+        return latest if linked is not None else None
+
+    @staticmethod
+    def _warn(lines: Sequence[str]) -> None:
+        for line in lines:
+            warnings.warn(f"autoresume: {line}", stacklevel=6)
+
+    def _checkpoints(self, state: State) -> list[str]:
+        """The paths in the folder that checkpoints of this run may have, but for the best one."""
+        assert self.folder is not None, "checked by those who call"
+        template = os.path.normpath(self._prefix or self._filename)
+        pattern = ""
+        for text, field, how, _ in Formatter().parse(template):
+            pattern += re.escape(text)
+            if field in ("run_name", "rank", "local_rank", "node_rank"):
+                pattern += re.escape(self._named(f"{{{field}{f':{how}' if how else ''}}}", state))
+            elif field is not None:
+                pattern += " *[0-9]+"
+        paths = storage.entries(self.folder, template.count("/") + 1)
+        return [path for path in paths if re.fullmatch(pattern, os.path.relpath(path, self.folder))]
+
     def save_best(self, state: State, loss: float) -> None:
-        """After an evaluation: if its loss is the least so far, write the checkpoint that is kept for it. Collective."""
-        if self.folder is None or self._best is None or (state.best is not None and not loss < state.best):
+        """After an evaluation: if its loss is the least so far, write the checkpoint that is kept for it; NaN never is. Collective."""
+        if self.folder is None or self._best is None or math.isnan(loss):
+            return
+        if state.best is not None and not loss < state.best:
             return
         state.best = loss
         target = os.path.join(self.folder, self._named(self._best, state))
@@ -108,7 +172,7 @@ class SaveSettings:
             )
 
     def check_first(self, state: State, interval: Duration, end: Duration, batches: int | None) -> None:
-        """Before a run trains: raise CheckpointError if nothing can be written, or if a new run's first checkpoint exists.
+        """Before training: CheckpointError if nothing can be written or the next checkpoint exists, ConfigError if two share a name.
 
         Collective. `batches`: of an epoch; None where that is not known, and then no name is looked for.
         """
@@ -116,15 +180,20 @@ class SaveSettings:
         if folder is None:
             return
         storage.on_rank_0(lambda: storage.check_writable(folder))
-        if self._overwrite or not batches or interval.unit not in ("ba", "ep") or state.timestamp.batch:
+        template = self._prefix or self._filename
+        fields = {field for _, field, _, _ in Formatter().parse(template)}
+        if self._overwrite or not batches or interval.unit not in ("ba", "ep") or fields & {"sample", "token"}:
             return
-        at = [
-            each.count * (batches if each.unit == "ep" else 1) for each in (interval, end) if each.unit in ("ba", "ep")
-        ]
-        batch = min(at)
-        first = dataclasses.replace(state, timestamp=Timestamp(batch // batches, batch, batch_in_epoch=batch % batches))
-        target = os.path.join(folder, self._named(self._prefix or self._filename, first))
-        storage.on_rank_0(lambda: storage.check_free(target, overwrite=False))
+        times = _next_saves(state.timestamp, interval, end, batches)
+        names = [self._named(template, dataclasses.replace(state, timestamp=each)) for each in times]
+        if len(names) > len(set(names)):
+            argument = "save_filename" if self._prefix is None else "sharded_ckpt_prefix_dir"
+            raise ConfigError(
+                f"{argument}: expected a name for each checkpoint, found {template!r}, which names those of batch "
+                f"{' and '.join(str(each.batch) for each in times)} alike; give {{batch}} in it, or save_overwrite=True"
+            )
+        if names:
+            storage.on_rank_0(lambda: storage.check_free(os.path.join(folder, names[0]), overwrite=False))
 
     def save(self, state: State, path: str | None) -> str:
         """Write a checkpoint; one of the run itself (`path` None) gets the link, and old ones are removed."""
@@ -151,3 +220,42 @@ class SaveSettings:
 
         storage.on_rank_0(finish)
         return target
+
+
+def _next_saves(now: Timestamp, interval: Duration, end: Duration, batches: int) -> list[Timestamp]:
+    """When a run saves next: twice, or once if it ends then, or if its end is no number of epochs or batches. `batches`: of an epoch."""
+    begun = now.batch - now.batch_in_epoch  # where this epoch began
+
+    def batch_at(count: int, unit: str) -> int:
+        return count if unit == "ba" else begun + (count - now.epoch) * batches
+
+    last = batch_at(end.count, end.unit) if end.unit in ("ba", "ep") else None
+    reached = now.batch if interval.unit == "ba" else now.epoch
+    at = [batch_at((reached // interval.count + more) * interval.count, interval.unit) for more in (1, 2)]
+    at = at[:1] if last is None else sorted({min(batch, last) for batch in at if min(batch, last) > now.batch})
+    return [
+        dataclasses.replace(
+            now, epoch=now.epoch + (batch - begun) // batches, batch=batch, batch_in_epoch=(batch - begun) % batches
+        )
+        for batch in at
+    ]
+
+
+def _linked(latest: str) -> str | None:
+    """The checkpoint that a link leads to; None if there is none."""
+    try:
+        target = storage.followed(latest)
+    except CheckpointError:  # it contains no name
+        return None
+    return target if storage.exists(target) else None
+
+
+def _by_progress(paths: Sequence[str]) -> tuple[list[tuple[int, str]], list[str]]:
+    """Checkpoints with the batch that each was saved at, oldest first; what is wrong with those that do not say it."""
+    found, problems = [], []
+    for path in paths:
+        try:
+            found.append((progress_of(path).batch, path))
+        except CheckpointError as error:
+            problems.append(str(error))
+    return sorted(found), problems

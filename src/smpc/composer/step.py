@@ -269,10 +269,11 @@ class Stepper:
             optimizer.zero_grad(set_to_none=True)
             return
         if self.clipping is not None:
+            updated = [parameter for group in optimizer.param_groups for parameter in group["params"]]
             if self.prepared is not None:
-                self.prepared.clip(self.clipping)
+                self.prepared.clip(self.clipping, updated)
             else:
-                torch.nn.utils.clip_grad_norm_(self.state.model.parameters(), self.clipping)
+                torch.nn.utils.clip_grad_norm_(updated, self.clipping)
         with updating_parts(optimizer):
             optimizer.step()
         optimizer.zero_grad(set_to_none=True)

@@ -26,7 +26,7 @@ import tempfile
 import warnings
 import zlib
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -35,11 +35,14 @@ import torch
 from torch import Tensor
 
 from smpc import dist
+from smpc.checkpoint.folder.folders import sync_folder
 from smpc.checkpoint.torch_format.agreement import is_url, place_of
 from smpc.errors import CheckpointError
 
 _CHECKS = ".smpc"
 _LINK = ".symlink"
+_REPLACED = ".replaced"
+_NEXT = ".next"  # of checks, until the files are in their place
 _BLOCK = 1 << 20
 
 
@@ -84,6 +87,20 @@ def followed(path: str) -> str:
     return f"{folder}/{name}"
 
 
+def restore_replaced(path: str) -> None:
+    """Put a sharded checkpoint back that a save had moved aside when its job died, before the new one was in its place."""
+    aside = replaced_name(path)
+    if not is_url(path) and not os.path.lexists(path) and os.path.isdir(aside):
+        with contextlib.suppress(OSError):  # another rank is putting it back, or the folder may only be read
+            os.rename(aside, path)
+
+
+def replaced_name(path: str) -> str:
+    """Where a sharded checkpoint of this machine is, while another one takes its place."""
+    parent, name = os.path.split(os.path.abspath(path))
+    return os.path.join(parent, f".{name}{_REPLACED}")
+
+
 def check_free(path: str, *, overwrite: bool) -> None:
     """Raise CheckpointError if something exists that must not be overwritten."""
     is_there = exists(path) if is_url(path) else os.path.lexists(path)
@@ -105,16 +122,29 @@ def check_writable(folder: str) -> None:
 
 @contextlib.contextmanager
 def written(path: str) -> Iterator[str]:
-    """A local file to write to, which is then moved to the path."""
-    forget_checks(path)
-    if not is_url(path):
-        os.makedirs(os.path.dirname(path) or ".", exist_ok=True)
-        yield path
+    """A local file to write to, which then takes the place of the path; what was there stays until then, with its checks."""
+    name = os.path.basename(path)
+    if is_url(path):
+        with tempfile.TemporaryDirectory() as room:
+            local = os.path.join(room, "file")
+            yield local
+            _write_checks(path, {name: [os.path.getsize(local), None]}, suffix=_NEXT)
+            _with_folder(path).put_file(local, path)
+        adopt_checks(path)
         return
-    with tempfile.TemporaryDirectory() as room:
-        local = os.path.join(room, "file")
-        yield local
-        _with_folder(path).put_file(local, path)
+    parent = os.path.dirname(os.path.abspath(path))
+    os.makedirs(parent, exist_ok=True)
+    draft = os.path.join(parent, f".{name}.draft")
+    try:
+        yield draft
+        announce_checks(path, draft)
+        os.replace(draft, path)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            os.unlink(draft)
+        raise
+    sync_folder(parent)
+    adopt_checks(path)
 
 
 @contextlib.contextmanager
@@ -127,6 +157,40 @@ def fetched(path: str) -> Iterator[str]:
         local = os.path.join(room, os.path.basename(path))
         _remote_storage(path).get_file(path, local)
         yield local
+
+
+@contextlib.contextmanager
+def opened(path: str) -> Iterator[Any]:
+    """The path, to read some of its bytes."""
+    with _remote_storage(path).open(path, "rb") if is_url(path) else open(path, "rb") as file:
+        yield file
+
+
+def entries(folder: str, depth: int) -> list[str]:
+    """The paths of what is `depth` levels below a folder, in order; sharded checkpoints that jobs have left aside are put back first."""
+    if is_url(folder):
+        remote = _remote_storage(folder)
+        root = str(remote._strip_protocol(folder)).rstrip("/")
+        found = remote.find(root, maxdepth=depth, withdirs=True) if remote.exists(root) else []
+        names = [str(each).removeprefix(root).strip("/") for each in found]
+        return [f"{folder.rstrip('/')}/{name}" for name in sorted(names) if name.count("/") == depth - 1]
+    levels = "/".join("*" * depth)
+    for path in Path(folder).glob(levels):
+        if path.name.startswith(".") and path.name.endswith(_REPLACED):
+            restore_replaced(str(path.with_name(path.name[1:].removesuffix(_REPLACED))))
+    return sorted(str(path) for path in Path(folder).glob(levels) if not path.is_symlink())
+
+
+def written_at(path: str) -> float:
+    """When a checkpoint, or a link itself, was written; 0 for storage that does not say so."""
+    if not is_url(path):
+        return os.lstat(path).st_mtime
+    remote = _remote_storage(path)
+    there = [each for each in (path + _LINK, f"{path}/.metadata", path) if remote.exists(each)]
+    try:
+        return float(remote.modified(there[0]).timestamp())
+    except NotImplementedError:
+        return 0.0
 
 
 def link(path: str, latest: str) -> None:
@@ -156,42 +220,73 @@ def remove_from_storage(path: str) -> None:
 
 
 def forget_checks(path: str) -> None:
-    """Called before the contents of a path are replaced."""
-    target = _checks_path_in_storage(path)
-    if not is_url(path):
-        Path(target).unlink(missing_ok=True)
-    elif _remote_storage(path).exists(target):
-        _remote_storage(path).rm_file(target)
+    """Called when a path is removed, and before it is replaced file by file."""
+    for suffix in ("", _NEXT):
+        target = _checks_path_in_storage(path) + suffix
+        if not is_url(path):
+            Path(target).unlink(missing_ok=True)
+        elif _remote_storage(path).exists(target):
+            _remote_storage(path).rm_file(target)
 
 
 def write_checks(path: str) -> None:
     """Write down what `check_files` compares with."""
+    _write_checks(path, _sums_of_stored_files(path))
+
+
+def announce_checks(path: str, draft: str) -> None:
+    """Before a draft is renamed to the path: write down its checks beside those of what is there, which stay valid until then."""
+    sums = _sums_of_stored_files(draft)
+    _write_checks(
+        path, sums if os.path.isdir(draft) else {os.path.basename(path): next(iter(sums.values()))}, suffix=_NEXT
+    )
+
+
+def adopt_checks(path: str) -> None:
+    """After the renaming: the checks that were announced are the path's."""
     target = _checks_path_in_storage(path)
-    text = json.dumps(_sums_of_stored_files(path), indent=1)
+    if is_url(path):
+        _remote_storage(path).mv(target + _NEXT, target)
+    else:
+        os.replace(target + _NEXT, target)
+
+
+def check_files(path: str) -> None:
+    """Compare files with their recorded sizes and checksums; warns if there is no record. Raises CheckpointError."""
+    target = _checks_path_in_storage(path)
+    expected, announced = (_read_checks(path, target + suffix) for suffix in ("", _NEXT))
+    found = None if expected is None and announced is None else _sums_of_stored_files(path)
+    if found is not None and found == announced:  # a save ended between the renaming and the end
+        return
+    if expected is None or found is None:
+        warnings.warn(f"{path} has no checksums ({target}): damage to it may not be noticed", stacklevel=2)
+        return
+    wrong = [name for name in sorted({*expected, *found}) if expected.get(name) != found.get(name)]
+    if wrong:
+        raise CheckpointError(f"{path}: damaged, missing or replaced: {', '.join(wrong)}")
+
+
+def _read_checks(path: str, target: str) -> dict[str, Any] | None:
+    """The checks of a path that a file has; None if there is no such file."""
+    try:
+        text = _remote_storage(path).cat_file(target) if is_url(path) else Path(target).read_bytes()
+    except FileNotFoundError:
+        return None
+    try:
+        return dict(json.loads(text))
+    except (ValueError, TypeError) as error:
+        raise CheckpointError(f"{target}: cannot be read: {error}") from error
+
+
+def _write_checks(path: str, sums: Mapping[str, Sequence[int | None]], *, suffix: str = "") -> None:
+    target = _checks_path_in_storage(path) + suffix
+    text = json.dumps(sums, indent=1)
     if is_url(path):
         _with_folder(target).pipe_file(target, text.encode())
         return
     os.makedirs(os.path.dirname(target), exist_ok=True)
     Path(f"{target}.draft").write_text(text, encoding="utf-8")
     os.replace(f"{target}.draft", target)
-
-
-def check_files(path: str) -> None:
-    """Compare files with their recorded sizes and checksums; warns if there is no record. Raises CheckpointError."""
-    target = _checks_path_in_storage(path)
-    try:
-        text = _remote_storage(path).cat_file(target) if is_url(path) else Path(target).read_bytes()
-    except FileNotFoundError:
-        warnings.warn(f"{path} has no checksums ({target}): damage to it may not be noticed", stacklevel=2)
-        return
-    try:
-        expected = dict(json.loads(text))
-    except (ValueError, TypeError) as error:
-        raise CheckpointError(f"{target}: cannot be read: {error}") from error
-    found = _sums_of_stored_files(path)
-    wrong = [name for name in sorted({*expected, *found}) if expected.get(name) != found.get(name)]
-    if wrong:
-        raise CheckpointError(f"{path}: damaged, missing or replaced: {', '.join(wrong)}")
 
 
 def _checks_path_in_storage(path: str) -> str:

@@ -149,11 +149,15 @@ class Trainer:
         try:
             planner = None if how.config is None else how.config.load_planner
             reader = open_checkpoint(path, sharded=how.is_sharded, alone=how.reads_alone, planner=planner)
-            checkpoint.load_model(self.state, reader, strict=strict, ignore=ignore)
+            works = [checkpoint.model_loading(self.state, reader, strict=strict, ignore=ignore)]
+            if not weights_only:
+                works.append(checkpoint.rest_loading(self.state, reader, ignore))
+            for work in works:  # all is checked: now it changes
+                work()
+            if not how.is_automatic:
+                self.state.device_train_microbatch_size = how.microbatch_size
             for buffers in () if self._stepper.prepared is None else self._stepper.prepared.buffers:
                 buffers.settle()
-            if not weights_only:
-                checkpoint.load_rest(self.state, reader, ignore)
         except (TypeError, ValueError, KeyError, AttributeError, IndexError) as error:
             raise CheckpointError(f"{path}: not as a Trainer writes it: {type(error).__name__}: {error}") from error
 

@@ -60,11 +60,14 @@ class Prepared:
         return self.mesh[AXIS].get_group() if AXIS in (self.mesh.mesh_dim_names or ()) else None
 
     @torch.no_grad()
-    def clip(self, most: float) -> Tensor:
-        """Scale the gradients so that their norm over all ranks is at most `most`; the norm before. Collective."""
+    def clip(self, most: float, parameters: Iterable[Tensor] | None = None) -> Tensor:
+        """Scale the gradients so that their norm over all ranks is at most `most`; the norm before. Collective.
+
+        `parameters`: those that are updated; None: all of the model.
+        """
         total = torch.zeros((), dtype=torch.float64)
         grads = []
-        for parameter in self.model.parameters():
+        for parameter in self.model.parameters() if parameters is None else parameters:
             if parameter.grad is None:
                 continue
             own = local(parameter.grad)

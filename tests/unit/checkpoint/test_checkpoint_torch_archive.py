@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from smpc.checkpoint import Shard, open_source, write_archive_of
+from smpc.checkpoint.folder.files import write_file
 from smpc.checkpoint.format.dtypes import _DTYPES
 from smpc.checkpoint.format.torch_archive import write_archive
 from smpc.checkpoint.sources.conversion_sources import LegacySource, SafetensorsSource, damaged_of
@@ -135,3 +136,12 @@ def test_a_source_is_written_and_nothing_is_overwritten(tmp_path):
             write_archive_of(source, tmp_path / "half.bin")
     found = torch.load(written, weights_only=True)
     assert {name: value.dtype for name, value in found.items()} == {"w": torch.float16, "v": torch.float16}
+
+
+def test_the_name_of_a_written_file_is_brought_to_the_disk(tmp_path, monkeypatch):
+    """The file was, and its folder was not: after a power failure the older file could be there again."""
+    synced, real = [], os.fsync
+    monkeypatch.setattr(os, "fsync", lambda file: (synced.append(os.readlink(f"/proc/self/fd/{file}")), real(file)))
+    write_file({"a": torch.ones(2)}, str(tmp_path / "a.pt"))
+    assert synced[-1] == str(tmp_path)
+    assert torch.equal(torch.load(tmp_path / "a.pt")["a"], torch.ones(2))

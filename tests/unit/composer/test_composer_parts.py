@@ -1,6 +1,7 @@
 """Durations, cuts, loss scales, arguments: what needs no other rank."""
 
 import dataclasses
+from collections import UserDict
 from typing import NamedTuple
 
 import pytest
@@ -13,7 +14,7 @@ from torch.utils.data import TensorDataset
 
 from smpc.composer.checkpoint import LossScale
 from smpc.composer.duration import Duration, Timestamp
-from smpc.composer.microbatches import cut, num_samples, num_tokens
+from smpc.composer.microbatches import cut, moved, num_samples, num_tokens
 from smpc.composer.step import is_out_of_memory
 from smpc.composer.trainer import Trainer
 from smpc.errors import ConfigError, ConfigTypeError, ConfigUnsupportedError
@@ -207,3 +208,22 @@ def test_models_and_optimizers_that_cannot_be():
     two = [torch.optim.SGD(model.parameters(), lr=0.1) for _ in range(2)]
     with pytest.raises(ConfigError, match="optimizers: expected one optimizer, found 2"):
         Trainer(model=model, optimizers=two, device="cpu")
+
+
+class Encoding(UserDict):
+    """Its keys are attributes, as of a tokenizer's BatchEncoding."""
+
+    def __getattr__(self, name):
+        try:
+            return self.data[name]
+        except KeyError:
+            raise AttributeError(name) from None
+
+
+def test_mappings_keep_their_class():
+    """They became dicts, and the model's forward ended with an AttributeError."""
+    batch = Encoding(x=torch.arange(4), name="n")
+    whole = moved(batch, torch.device("cpu"))
+    assert whole.x.tolist() == [0, 1, 2, 3]
+    assert [(piece.x.tolist(), piece.name) for piece in cut(batch, 3)] == [([0, 1, 2], "n"), ([3], "n")]
+    assert batch.x.tolist() == [0, 1, 2, 3], "the batch is as it was"

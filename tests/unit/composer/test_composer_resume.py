@@ -122,3 +122,18 @@ def test_the_best_checkpoint(tmp_path, monkeypatch, sharded):
     assert len([name for name in os.listdir(tmp_path) if name.startswith("ep")]) == 1
     with pytest.raises(ConfigError, match="save_best_filename: expected save_folder and eval_dataloader beside it"):
         Trainer(model=classifier(), save_best_filename="best", device="cpu")
+
+
+def test_an_evaluation_that_is_nan_is_not_the_best(tmp_path, monkeypatch):
+    """After one, no loss was less, and the checkpoint of it stayed; also of a run that older versions have saved."""
+    loader = [tuple(tensor[:4] for tensor in dataset().tensors)] * 8
+    options = {"save_best_filename": "best", "eval_dataloader": loader, "eval_interval": "1ba"}
+    made = _trainer(loader, tmp_path, **options)
+    losses = iter([float("nan"), 3.0, 2.0, float("nan"), 1.0, 4.0])
+    monkeypatch.setattr(made, "eval", lambda: next(losses))
+    made.fit()
+    assert made.state.best == 1.0
+    assert _trainer(loader, tmp_path / "x", load_path=str(tmp_path / "best"), **options).state.timestamp.batch == 5
+    made.state.best = float("nan")
+    old = made.save_checkpoint(str(tmp_path / "old.pt"))
+    assert _trainer(loader, tmp_path / "x", load_path=old, **options).state.best is None

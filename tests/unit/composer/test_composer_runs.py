@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader
 from smpc.composer import ComposerModel, Trainer
 from smpc.composer.microbatches import cut
 from smpc.errors import CheckpointError, ConfigError, UsageError
+from smpc.sharding.tensors import whole
 
 SHARDED = {"state_dict_type": "sharded", "sharded_ckpt_prefix_dir": "ba{batch}-shards"}
 
@@ -76,6 +77,32 @@ def test_microbatches_weigh_by_the_tokens_that_count_in_the_loss():
     for own, other in zip(model.parameters(), plain.parameters(), strict=True):
         torch.testing.assert_close(own, other, rtol=1e-5, atol=1e-6)
     assert made.state.timestamp.token == 40
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"fsdp_config": {}}, {"precision": "amp_fp16"}], ids=["replicas", "sharded", "fp16"]
+)
+def test_clipping_counts_what_the_optimizer_updates(options):
+    """Gradients of other parameters, which nothing sets to zero, counted and grew with each batch."""
+    model, plain, data = classifier(), classifier(), dataset()
+    given = {"fp16": {"enabled": True, "loss_scale": 8}} if options.get("precision") else {}
+    if "fsdp_config" not in options:
+        given = {"deepspeed_config": {"gradient_clipping": 0.1, **given}}
+    made = Trainer(
+        model=model, optimizers=torch.optim.SGD(model.model.head.parameters(), lr=0.5), device="cpu", max_duration="4ba",
+        train_dataloader=DataLoader(data, batch_size=4), **(given if "fsdp_config" not in options else {}), **options,
+    )  # fmt: skip
+    made._stepper.clipping = 0.1
+    made.fit()
+    optimizer = torch.optim.SGD(plain.model.head.parameters(), lr=0.5)
+    for batch in DataLoader(data, batch_size=4):
+        with torch.autocast("cpu", torch.float16, enabled="precision" in options):
+            plain.loss(plain(batch), batch).backward()
+        torch.nn.utils.clip_grad_norm_(plain.model.head.parameters(), 0.1)
+        optimizer.step()
+        optimizer.zero_grad()
+    tolerance = 1e-3 if "precision" in options else 1e-6
+    torch.testing.assert_close(whole(model.model.head.weight), plain.model.head.weight, rtol=tolerance, atol=tolerance)
 
 
 class Pages:
@@ -190,6 +217,45 @@ def test_values_that_no_run_has(wrong, tmp_path):
     torch.save(saved, tmp_path / "b.pt")
     with pytest.warns(UserWarning, match="no checksums"), pytest.raises(CheckpointError, match=r"expected|not as"):
         trainer(4, load_path=str(tmp_path / "b.pt"))
+
+
+@pytest.mark.parametrize("what", ["groups", "optimizer", "timestamp", "best", "lr", "rng"])
+def test_a_checkpoint_that_does_not_fit_changes_nothing(what, tmp_path):
+    """The model's values were taken before the rest was looked at."""
+    made = trainer(4, max_duration="1ba")
+    made.fit()
+    path = made.save_checkpoint(str(tmp_path / "a.pt"))
+    wrong = {"timestamp": {"timestamp": {"batch": "x"}}, "best": {"best": "low"}, "lr": {"groups": [{"lr": "hot"}]}}
+    content = torch.load(path, weights_only=True)
+    content["state"]["plain"] = json.dumps(json.loads(content["state"]["plain"]) | wrong.get(what, {}))
+    if what == "rng":
+        content["rng"]["0"]["plain"] = "[]"
+    torch.save(content, path)
+    shutil.rmtree(tmp_path / ".smpc")
+    model = classifier()
+    optimizer = torch.optim.AdamW(
+        [{"params": model.model.blocks.parameters()}, {"params": model.model.head.parameters()}]
+    )
+    if what == "optimizer":
+        optimizer = torch.optim.SGD(model.parameters())
+    elif what != "groups":
+        optimizer = torch.optim.AdamW(model.parameters())
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    random = torch.get_rng_state()
+    with pytest.warns(UserWarning, match="no checksums"), pytest.raises(CheckpointError):
+        Trainer(model=model, optimizers=optimizer, load_path=path, device="cpu")
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    assert not optimizer.state
+    assert torch.equal(torch.get_rng_state(), random)
+
+
+def test_the_size_of_microbatches_is_the_scripts(tmp_path):
+    """Without one a resumed run's batches are whole; it took the size of the run before."""
+    path = trainer(4, device_train_microbatch_size=2).save_checkpoint(str(tmp_path / "a.pt"))
+    sizes = {None: None, 4: 4, "auto": 2}
+    for given, expected in sizes.items():
+        found = trainer(4, load_path=path, device_train_microbatch_size=given)
+        assert found.state.device_train_microbatch_size == expected
 
 
 @pytest.fixture

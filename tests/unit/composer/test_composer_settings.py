@@ -88,7 +88,7 @@ def test_schedules_that_do_not_fit_are_told(tmp_path):
 def test_schedules_of_older_checkpoints(tmp_path):
     """Schedules' states were JSON as they are; loading one ended with a TypeError."""
     trainer = _trainer(SCHEDULES["StepLR"])
-    _load_schedulers(trainer.state, [{**trainer.state.schedulers[0].state_dict(), "last_epoch": 3}])
+    _load_schedulers(trainer.state, [{**trainer.state.schedulers[0].state_dict(), "last_epoch": 3}])()
     assert trainer.state.schedulers[0].last_epoch == 3
 
 

@@ -96,6 +96,20 @@ def test_saving_over_a_checkpoint_in_object_storage(url):
     assert torch.equal(everything(trainer(4, load_path=f"{url}/ba2", **SHARDED)), everything(made))
 
 
+@pytest.mark.parametrize("options", [{}, SHARDED], ids=["whole", "sharded"])
+@pytest.mark.parametrize("link", [None, b"absent", b"../x"], ids=["none", "dangling", "garbage"])
+@pytest.mark.filterwarnings("ignore:.*latest-rank0.pt leads to no checkpoint")
+def test_a_link_in_object_storage_that_leads_nowhere(url, options, link):
+    given = {"save_folder": url, "save_interval": "1ba", "run_name": "r", **options}
+    made = trainer(4, **given)
+    made.fit()
+    target = f"{url}/latest-rank0.pt.symlink"
+    _remote(url).rm(target) if link is None else _remote(url).pipe_file(target, link)
+    again = trainer(4, autoresume=True, **given)
+    assert again.state.timestamp == made.state.timestamp
+    assert torch.equal(everything(again), everything(made))
+
+
 class Counted:
     calls = 0
 

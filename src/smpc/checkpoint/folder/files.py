@@ -26,6 +26,7 @@ from typing import IO, Any, Literal
 
 import torch
 
+from smpc.checkpoint.folder.folders import sync_folder
 from smpc.checkpoint.format.inert_pickle import expanded, parse
 from smpc.checkpoint.format.regular_file import is_file, printable
 from smpc.errors import CheckpointError
@@ -46,6 +47,21 @@ def check_archive(stream: IO[bytes], where: str) -> bool:
     except (zipfile.BadZipFile, NotImplementedError, RuntimeError, EOFError, ValueError, OSError) as error:
         raise CheckpointError(f"{where}: damaged: {error}") from error
     return True
+
+
+def archived_records(stream: IO[bytes], where: str) -> Any:
+    """The object in an archive, as records of which nothing runs (`inert_pickle`); the bytes of its tensors are not read.
+
+    Raises CheckpointError if it is no archive, or damaged so that its pickle cannot be read.
+    """
+    try:
+        with zipfile.ZipFile(stream) as archive:
+            (record,) = (each for each in archive.infolist() if each.filename.endswith("/data.pkl"))
+            if record.compress_type != zipfile.ZIP_STORED or record.file_size > _MOST_PICKLE:
+                raise CheckpointError(f"{where}: its pickle is compressed, or has more than {_MOST_PICKLE} bytes")
+            return parse(archive.read(record))
+    except (zipfile.BadZipFile, NotImplementedError, RuntimeError, EOFError, ValueError, OSError) as error:
+        raise CheckpointError(f"{where}: damaged, or no file of torch.save: {error}") from error
 
 
 def _check_records(archive: zipfile.ZipFile, where: str) -> None:
@@ -99,6 +115,7 @@ def write_file(obj: Any, path: str, *, pickle_module: Any = pickle, pickle_proto
             file.flush()
             os.fsync(file.fileno())
         os.replace(draft, path)
+        sync_folder(folder)
     except BaseException as error:
         with contextlib.suppress(OSError):
             os.unlink(draft)
