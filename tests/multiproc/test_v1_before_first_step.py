@@ -8,7 +8,7 @@ from executor_harness import run_workers
 from torch import nn
 
 import smpc.v1 as smp
-from smpc.errors import CheckpointError
+from smpc.errors import CheckpointError, StepError
 
 STEPS, MICROBATCHES = 3, 2
 
@@ -170,3 +170,25 @@ def wrong_groups(rank, folder):
 
 def test_a_state_of_another_optimizer_is_refused_where_it_is_loaded(tmp_path):
     run_workers(wrong_groups, 2, tmp_path)
+
+
+@smp.step
+def with_temperature(model, x, options):
+    loss = model(x) / options["temperature"]
+    model.backward(loss)
+    return loss
+
+
+def learned_argument(rank, folder):
+    run = Spread()
+    temperature = nn.Parameter(torch.tensor(2.0))
+    with pytest.raises(StepError, match=r"argument options\['temperature'\] requires grad"):
+        with_temperature(run.model, batch(0), {"temperature": temperature})
+    loss = with_temperature(run.model, batch(0), {"temperature": temperature.detach()}).reduce_mean()
+    with torch.no_grad():
+        expected = sum(Plain().module(part) / 2 for part in batch(0).chunk(MICROBATCHES)) / MICROBATCHES
+    torch.testing.assert_close(loss, expected)
+
+
+def test_an_argument_whose_gradient_would_be_lost_is_refused(tmp_path):
+    run_workers(learned_argument, 2, tmp_path)
