@@ -5,12 +5,14 @@ import torch
 
 pytest.importorskip("accelerate")
 
+from accelerate.utils import ProjectConfiguration
 from accelerate_jobs import SPLIT, start, train
 from executor_harness import run_workers
 from hugging_face_jobs import as_rank, build
 
 import smpc.v1 as smp
 from smpc.errors import ConfigUnsupportedError
+from smpc.integrations.accelerate import PipelineAccelerator
 
 PIPELINE = {"pipeline_parallel_degree": 2, "microbatches": 4}
 
@@ -88,3 +90,32 @@ def test_what_would_count_wrongly_is_refused(tmp_path):
             "expected one prepared model and optimizer, no hooks of states and no stateful data loader, found 1 and 0"
             in states
         )
+
+
+def save_again(rank, folder):
+    as_rank(rank, 2)
+    project = ProjectConfiguration(project_dir=str(folder / "project"), automatic_checkpoint_naming=True)
+    smp.init({"pipeline_parallel_degree": 2, "microbatches": 2})
+    accelerator = PipelineAccelerator(cpu=True, project_config=project)
+    module = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 1))
+    model, _ = accelerator.prepare(module, torch.optim.SGD(module.parameters(), lr=0.1))
+
+    @smp.step
+    def step(model, x):
+        loss = model(x).sum()
+        accelerator.backward(loss)
+        return loss
+
+    step(model, torch.ones(4, 4))
+    accelerator.save_state()
+    smp.barrier()
+    project.iteration = 0  # as in a new process
+    with pytest.raises(ValueError, match="checkpoint_0 already exists"):
+        accelerator.save_state()
+    project.iteration = 1
+    return accelerator.save_state()
+
+
+def test_a_checkpoint_of_an_earlier_process_is_not_overwritten(tmp_path):
+    for saved in run_workers(save_again, 2, tmp_path):
+        assert saved.endswith("checkpoint_1")

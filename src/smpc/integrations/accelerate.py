@@ -255,7 +255,8 @@ class PipelineAccelerator(Accelerator):  # type: ignore[misc]
     def save_state(self, output_dir: str | None = None, *args: Any, **kwargs: Any) -> str:
         """Save what was prepared and registered, and random states, with `smp.save_checkpoint`; the folder. Call it on every rank.
 
-        With `automatic_checkpoint_naming` it is `checkpoint_<n>` in the project's folder, where `total_limit` are kept.
+        With `automatic_checkpoint_naming` it is `checkpoint_<n>` in the project's folder, where `total_limit` are kept. Raises
+        UsageError, a ValueError, if it exists, as accelerate does: after a restart the script says where to go on.
         """
         model, optimizer = self._one_model()
         naming = self.project_configuration
@@ -263,6 +264,11 @@ class PipelineAccelerator(Accelerator):  # type: ignore[misc]
         if naming.automatic_checkpoint_naming:
             folder = os.path.join(self.project_dir, "checkpoints")
             tag, limit = f"checkpoint_{self.save_iteration}", naming.total_limit
+            if tag in {each.removesuffix("_partial") for each in (os.listdir(folder) if os.path.isdir(folder) else ())}:
+                raise UsageError(
+                    f"accelerator.save_state: {os.path.join(folder, tag)} already exists and is not overwritten; set "
+                    "accelerator.project_configuration.iteration to the number to go on with"
+                )
         if folder is None:
             raise UsageError("accelerator.save_state: expected a folder, or automatic_checkpoint_naming, found neither")
         content = {

@@ -154,7 +154,7 @@ class DistributedOptimizer(ShardedNames):
         self._used_scale: float | None = None  # of the last backward
         self._overflow = False
         self._clipped: Tensor | None = None  # factor by which clipping has multiplied masters' gradients
-        self._deferred: Mapping[str, Any] | None = None
+        self._deferred: Callable[[], None] | None = None
         self._max_norm = max_norm()  # the norm that `step` clips to; 0: no clipping
         self._is_late = (
             state.model is not None and state.model.has_cut
@@ -493,12 +493,12 @@ class DistributedOptimizer(ShardedNames):
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Load a full or partial state, or the state of a torch optimizer in one process over the same parameters; on every rank.
 
-        It is loaded at once if the model is partitioned, else in its first step. Partial states are merged over the ranks. If a state has
-        no masters (it comes from an fp32 job), they are made from the parameters. Raises CheckpointError if the state does not fit the
-        optimizer.
+        It is loaded at once if the model is partitioned; else the options of the groups are, and the tensors in the first step. Partial
+        states are merged over the ranks. If a state has no masters (it comes from an fp32 job), they are made from the parameters. Raises
+        CheckpointError if the state does not fit the optimizer.
         """
         if not self._state.is_ready:
-            self._deferred = state_dict
+            self._deferred = self._state.load_early(state_dict)
             self._script.awaited.add("optimizer")
             return
         self._prepare()
@@ -521,7 +521,7 @@ class DistributedOptimizer(ShardedNames):
         self._prepare()
         deferred, self._deferred = self._deferred, None
         if deferred is not None:
-            self._state.load(deferred)
+            deferred()
 
 
 def _check_unwrapped(optimizer: Optimizer) -> None:

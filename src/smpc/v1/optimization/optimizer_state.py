@@ -124,9 +124,26 @@ class OptimizerState:
 
     def load(self, state_dict: Mapping[str, Any]) -> None:
         """Load a full or a partial state; see DistributedOptimizer."""
+        self._fill(state_dict, self._by_name(state_dict, self._names()), late=False)
+        self._load_scaler(state_dict.get(SCALER))
+
+    def load_early(self, state_dict: Mapping[str, Any]) -> Callable[[], None]:
+        """Before the partition: load what needs none, the options of the groups and the loss scale; returns what loads the tensors.
+
+        Raises CheckpointError if the state does not fit the optimizer.
+        """
+        given = self._by_name(state_dict, self._names())
+        self.install_options(state_dict)
+        return lambda: self._fill(state_dict, given, late=True)
+
+    def install_options(self, saved: Mapping[str, Any]) -> None:
+        """Load the options of all groups, and the loss scale, without tensors, of a state or of a checkpoint's `metadata`."""
+        self._optimizer.load_state_dict({"state": {}, "param_groups": self._numbered(saved["param_groups"])})
+        self._load_scaler(saved.get(SCALER))
+
+    def _fill(self, state_dict: Mapping[str, Any], given: Mapping[str, Mapping[str, Any]], *, late: bool) -> None:
+        """Load the tensors, and the options unless it is `late`. `given`: the state by name."""
         model = _named_model()
-        names = self._names()
-        given = self._by_name(state_dict, names)
         control = self._control_for(model, state_dict)
         wanted = self._wanted(model)
         ranges = {name: Range(*own) for name, own in state_dict.get(RANGES, {}).items()}
@@ -135,8 +152,7 @@ class OptimizerState:
             if control is None
             else self._from_parts(model, given, wanted, control, ranges)
         )
-        self._load_scaler(state_dict.get(SCALER))
-        self._install(found, state_dict["param_groups"])
+        self._install(found, state_dict["param_groups"], late=late)
 
     def _control_for(self, model: DistributedModel, state_dict: Mapping[str, Any]) -> Control | None:
         """The ranks over which a partial state is merged; None for a full one, or if one rank has all."""
@@ -288,8 +304,12 @@ class OptimizerState:
         metadata: Mapping[str, Any],
         *,
         only_masters: bool = False,
+        late: bool = False,
     ) -> None:
-        """Load the filled tensors of `targets`, and the plain values of the saving job's ranks."""
+        """Load the filled tensors of `targets`, and the plain values of the saving job's ranks.
+
+        `late`: `install_options` has loaded the options before, and the script may have changed them since.
+        """
         own = self._own_names(_named_model())
         found: dict[str, dict[str, Any]] = {}
         runs: dict[str, list[Tensor]] = {}
@@ -305,8 +325,9 @@ class OptimizerState:
         if only_masters:
             self._install_masters(found)
         else:
-            self._install(found, metadata["param_groups"])
-        self._load_scaler(metadata.get(SCALER))
+            self._install(found, metadata["param_groups"], late=late)
+        if not late:
+            self._load_scaler(metadata.get(SCALER))
 
     def replicate(self, group: dist.ProcessGroup, source: int) -> None:
         """Take over the masters and the loss scale of the group's rank `source`. Collective over the group."""
@@ -320,13 +341,25 @@ class OptimizerState:
 
     # ------------------------------------------------------------------------------------------------------------------
 
-    def _install(self, found: Mapping[str, Mapping[str, Any]], param_groups: Sequence[Mapping[str, Any]]) -> None:
-        """Load the state of this rank's parameters, by name, and the options of all groups."""
-        numbers = {name: i for i, name in enumerate(self._names())}
+    def _numbered(self, param_groups: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+        """Saved groups as torch has them, with numbers of parameters; groups that have been added since keep their options."""
         groups, first = [], 0
-        for own, group in zip(self._optimizer.param_groups, param_groups, strict=True):
-            groups.append({**group, "params": list(range(first, first + len(own["params"])))})
-            first += len(own["params"])
+        own = self._optimizer.param_groups
+        for group in (*param_groups, *own[len(param_groups) :]):
+            count = len(group["params"])
+            groups.append({**group, "params": list(range(first, first + count))})
+            first += count
+        return groups
+
+    def _install(
+        self,
+        found: Mapping[str, Mapping[str, Any]],
+        param_groups: Sequence[Mapping[str, Any]],
+        *,
+        late: bool = False,
+    ) -> None:
+        """Load the state of this rank's parameters, by name, and the options of all groups; if it is `late`, these stay as they are."""
+        numbers = {name: i for i, name in enumerate(self._names())}
         parameters = dict(zip(self._names(), self._updates.parameters(), strict=True))
         found = {
             name: {key: as_state_of(parameters[name], value) for key, value in items.items()}
@@ -340,7 +373,10 @@ class OptimizerState:
                 rest.pop(MASTER, None)
             if rest:
                 states[numbers[name]] = rest
-        self._optimizer.load_state_dict({"state": states, "param_groups": groups})
+        kept = list(self._optimizer.param_groups)
+        self._optimizer.load_state_dict({"state": states, "param_groups": self._numbered(param_groups)})
+        if late:
+            self._optimizer.param_groups[:] = kept  # the groups themselves: scripts and schedulers hold them
         self._install_masters(found)
 
     @torch.no_grad()

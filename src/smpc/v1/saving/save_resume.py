@@ -395,6 +395,8 @@ def _resume_contents(
             *(["model"] if with_model else []),
             *(["optimizer"] if optimizer is not None else []),
         )
+        if optimizer is not None and not verified and not only_masters:
+            optimizer.checkpoint_state.install_options(checkpoint.metadata["optimizer"])
         model.checkpoint_state.load_extra(checkpoint.metadata.get("extra_state", {}))
         data_position.restore(checkpoint, data, state.session, found.channel)
         restore_random_state(checkpoint, state.session, found.channel)
@@ -435,7 +437,11 @@ def _fill_from_checkpoint(
             plain = [checkpoint.rank_state(r) for r in ranks if checkpoint.manifest.ranks[r].get("optimizer")]
             saved = checkpoint.metadata["optimizer"]
             optimizer.checkpoint_state.install_saved(
-                state_targets, [found["optimizer"] for found in plain], saved, only_masters=only_masters
+                state_targets,
+                [found["optimizer"] for found in plain],
+                saved,
+                only_masters=only_masters,
+                late=not (verified or only_masters),
             )
 
 

@@ -296,8 +296,11 @@ class ArgumentForm:
         return tuple(WireFormat.of(f"tensor argument {i}", spec) for i, spec in enumerate(self.specs))
 
 
-def form_of(arguments: Arguments) -> tuple[ArgumentForm, list[Tensor]]:
-    """The form of rank 0's arguments, and the tensors to send; one that occurs twice is sent once."""
+def form_of(arguments: Arguments, *, detached: bool = False) -> tuple[ArgumentForm, list[Tensor]]:
+    """The form of rank 0's arguments, and the tensors to send; one that occurs twice is sent once.
+
+    `detached`: raise StepError for a tensor that requires grad, whose gradient would not come back from the last rank.
+    """
     tensors: list[Tensor] = []
     specs: list[TensorSpec] = []
     slots: dict[int, Slot] = {}
@@ -310,6 +313,11 @@ def form_of(arguments: Arguments) -> tuple[ArgumentForm, list[Tensor]]:
         if not isinstance(leaf, Tensor):
             leaf = normalise(leaf)
             return PlainArgument(leaf, sent=True) if is_constant(leaf) else PlainArgument()
+        if detached and leaf.requires_grad:
+            raise StepError(
+                f"argument {path} requires grad, but gradients do not flow out of the pipeline: the last stage's rank would use a copy "
+                "of it; pass it detached (.detach()), or put what computes it, or the parameter itself, into the model"
+            )
         holds_tensor = True
         if id(leaf) not in slots:
             slots[id(leaf)] = Slot(len(tensors))
