@@ -201,9 +201,7 @@ def _confirmed_for_expert_parallel(
     cuttable: list[Confirmed | Listed] = []
     whole: dict[str, str] = {}
     for one in find_experts(model, patterns):
-        outcome = _unsuited_for_expert_parallel(one, group, router) or (
-            confirm(one) if isinstance(one, Stacked) else one
-        )
+        outcome = _unsuited_for_expert_parallel(one, group, router) or confirm(one)
         if isinstance(outcome, str):
             whole[one.name] = outcome
         else:

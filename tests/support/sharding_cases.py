@@ -6,6 +6,8 @@ the target that the rule is found by.
 
 from __future__ import annotations
 
+from types import BuiltinFunctionType
+
 import torch
 import torch.nn.functional as F
 from image_cases import IMAGES
@@ -143,9 +145,11 @@ def binary(function):
 
     def case(draw):
         x = draw.any(1)
-        form = draw.rng.randrange(6)
+        form = draw.rng.randrange(7)
         if form == 0:
             return lambda a: function(a, 1.5), [x]
+        if form == 6 and isinstance(function, BuiltinFunctionType):
+            return lambda a: function(a, other=1.5), [x]
         if form == 1:
             return lambda a: function(a, a), [x]
         y = draw.broadcast(x)

@@ -105,7 +105,8 @@ def _squeeze(facts: Facts, node: Node) -> Iterator[Strategy]:
 
 
 def _reshape(facts: Facts, node: Node) -> Iterator[Strategy]:
-    if len(node.inputs) != 1 or any(not isinstance(x, (int, tuple, list, Ref)) for x in node.args):
+    given = (*node.args, *dict(node.kwargs).values())
+    if len(node.inputs) != 1 or any(not isinstance(x, (int, tuple, list, Ref)) for x in given):
         return  # a view as another dtype
     (name,) = node.inputs
     source, target = facts.shape(name), facts.shape(node.name)
@@ -289,7 +290,7 @@ def localised(facts: Facts, node: Node, strategy: Strategy) -> Node:
             return _with_sizes(node, local)
         if name == "unflatten" or name == "flatten":
             local = strategy.output.local_shape(node.spec.shape, facts.degree)
-            return _replaced(node, "torch.Tensor.reshape", (node.args[0], local), ())
+            return _replaced(node, "torch.Tensor.reshape", (argument(node, 0, "input"), local), ())
     if name == "split" and strategy.inputs[0].kind is LayoutKind.SHARDED:
         along = argument(node, 2, "dim", 0) % len(facts.shape(node.inputs[0]))
         if strategy.inputs[0].dim == along:
@@ -304,7 +305,8 @@ def _with_sizes(node: Node, local: tuple[int, ...]) -> Node:
     as_list = isinstance(given, (tuple, list))
     old = tuple(given) if as_list else node.args[1:]
     sizes = tuple(-1 if before == -1 else size for before, size in zip(old, local, strict=True))
-    return _replaced(node, node.target, (node.args[0], sizes) if as_list else (node.args[0], *sizes), ())
+    source = argument(node, 0, "input")
+    return _replaced(node, node.target, (source, sizes) if as_list else (source, *sizes), ())
 
 
 def _replaced(node: Node, target: str, args: tuple[Any, ...], kwargs: tuple[tuple[str, Any], ...]) -> Node:
@@ -419,7 +421,8 @@ def _keeps_sums(facts: Facts, node: Node) -> bool:
     if name in ("add", "sub"):
         return len(node.inputs) == 2 and len(node.args) == 2
     if name in ("mul", "div", "true_divide"):
-        return isinstance(node.args[0], Ref) and len(node.inputs) == 1 and isinstance(node.args[1], (int, float))
+        first, second = argument(node, 0, "input"), argument(node, 1, "other")
+        return isinstance(first, Ref) and len(node.inputs) == 1 and isinstance(second, (int, float))
     if name == "dropout":
         return argument(node, 1, "p", 0.5) == 0 or not argument(node, 2, "training", True)
     return name in _KEEPS_SUMS
@@ -558,9 +561,11 @@ def _attention(facts: Facts, node: Node) -> Iterator[Strategy]:
 
 def _normalised(facts: Facts, node: Node) -> Iterator[Strategy]:
     """layer_norm, rms_norm: the last dimensions stay whole."""
-    shape = facts.shape(node.name)
+    shape, given = facts.shape(node.name), argument(node, 0, "input")
+    if not isinstance(given, Ref):
+        return
     for dim in range(len(shape) - len(argument(node, 1, "normalized_shape"))):
-        yield from facts.along(node, {node.inputs[0]: dim}, dim, shape[dim])
+        yield from facts.along(node, {given.name: dim}, dim, shape[dim])
 
 
 def _all_but_one(facts: Facts, node: Node) -> Iterator[Strategy]:

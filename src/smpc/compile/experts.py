@@ -23,7 +23,7 @@ def experts_to_divide(model: nn.Module, degree: int) -> tuple[Experts, ...]:
     """The experts of a model, by names. ConfigError if there are none that `degree` ranks can divide among them."""
     found, reasons = [], []
     for one in find_experts(model):
-        reason = confirm(one) if isinstance(one, Stacked) else None
+        reason = confirm(one)
         if one.num_experts < degree:
             reason = f"{one.num_experts} experts are fewer than {degree} ranks"
         if isinstance(reason, str):

@@ -1,10 +1,14 @@
-"""Stacked experts run on invented values, to see that cutting them is right, before anything is cut.
+"""Experts run on invented values, to see that cutting them is right, before anything is cut.
 
 What must hold for a module M of E experts, with hidden states h, experts i and weights w:
 
     mixture      M(h, i, w) = sum_j w_j M(h, i_j, 1): weights multiply what experts return, and slots add up
     alone        a module with some of the experts, numbered from 0, returns for them what M does
     local        it does so after the attributes that count experts have been set to the number that is there
+    rows apart   what M returns for a row does not depend on the other rows of the call: on their order, number, size or shape. One scale
+                 of all activations, a capacity, or a sum over the sequence depend on them, and a rank serves other rows than one process
+
+The last must hold for every expert that is a module of its own. Hidden states of shape [2, 3, H] need not be taken, as ranks pass rows.
 
 Which attributes these are is found by trying: none, then those of value E with `expert` in their name, then all of value E. The numbers
 of experts are small in these runs, and all experts have the values of one of them where E of them would be large.
@@ -14,14 +18,17 @@ from __future__ import annotations
 
 import copy
 import itertools
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
-from smpc.experts.structure import Stacked
+from smpc.experts.structure import Found, Listed, Stacked
 
 _TOKENS = 6
+_REPEATS = 43  # of these tokens, all for one expert: more than a small capacity
+_LOUD = 100.0
 _LARGE = 1 << 24  # elements: above, all experts share the memory of one
 _FEW = 4  # experts
 
@@ -39,8 +46,12 @@ class Confirmed:
     may_share: bool = True
 
 
-def confirm(experts: Stacked) -> Confirmed | str:
+def confirm(found: Found) -> Confirmed | Listed | str:
     """What is needed to cut these experts, or why they cannot be cut."""
+    return _confirmed_stacked(found) if isinstance(found, Stacked) else (_tried_members(found) or found)
+
+
+def _confirmed_stacked(experts: Stacked) -> Confirmed | str:
     reasons = []
     for counts in counting_attributes(experts):
         for hidden in _widths(experts):
@@ -48,6 +59,11 @@ def confirm(experts: Stacked) -> Confirmed | str:
             if reason is None:
                 return Confirmed(experts, counts, hidden, _may_share(experts, counts, hidden))
             reasons.append(reason)
+    return _telling_reason(reasons)
+
+
+def _telling_reason(reasons: list[str]) -> str:
+    """Of the reasons for each width that was tried the one that tells most."""
     return next((reason for reason in reasons if "returned" in reason), reasons[-1])
 
 
@@ -64,7 +80,11 @@ def counting_attributes(experts: Stacked) -> list[tuple[str, ...]]:
 
 def _widths(experts: Stacked) -> list[int]:
     """What hidden states may have: the sizes in the parameters, the most frequent first."""
-    sizes = [size for name in experts.parameters for size in experts.module.get_parameter(name).shape[1:]]
+    return _by_frequency(size for name in experts.parameters for size in experts.module.get_parameter(name).shape[1:])
+
+
+def _by_frequency(found: Iterable[int]) -> list[int]:
+    sizes = list(found)
     return sorted(dict.fromkeys(sizes), key=lambda size: -sizes.count(size))
 
 
@@ -93,11 +113,139 @@ def _tried_split(experts: Stacked, counts: tuple[str, ...], hidden: int) -> str 
             local = torch.arange(_TOKENS).remainder(few - first).unsqueeze(1)
             if not _close(alone(tokens, local, ones), some(tokens, local + first, ones)):
                 return f"{name} returned something else for some of its experts, without the others"
+            if (reason := _mixes_rows(name, alone, _with_ones(alone), hidden, few - first)) is not None:
+                return reason
             if counts and not _same_as_all(experts, counts, values, tokens):
                 return f"{name} returned something else when {', '.join(counts)} said how many experts are there"
     except Exception as error:  # whatever its forward raises
         return f"{name} could not be run on hidden states of {hidden} and some of its experts: {error}"
     return None
+
+
+def _with_ones(module: nn.Module) -> Callable[[Tensor, Tensor], object]:
+    """Calls stacked experts, one for each row, with a weight of one."""
+    return lambda rows, index: module(rows, index.unsqueeze(-1), rows.new_ones(*index.shape, 1))
+
+
+def _mixes_rows(
+    name: str, module: nn.Module, run: Callable[[Tensor, Tensor], object], hidden: int, num_experts: int
+) -> str | None:
+    """None if a row's result depends on no other row, else on what. `run` gets rows [.., H] and the expert of each [..]."""
+    rows = torch.randn(_TOKENS, hidden, generator=torch.Generator().manual_seed(1))
+    index, one = torch.arange(_TOKENS) % num_experts, torch.zeros(_TOKENS, dtype=torch.int64)
+    loud = torch.cat((rows[:-1], rows[-1:] * _LOUD)).flip(0)
+    some = run(rows, index)
+    if not isinstance(some, Tensor) or some.dim() != 2 or len(some) != len(rows):
+        return f"{name} returned something else than a row for every row"
+    unlike = f"{name} returned something else for the same rows"
+    if not _same_rows(run(rows[1:3], index[1:3]), some[1:3]):
+        return f"{unlike} in a call of fewer"
+    if not _same_rows(run(loud, index.flip(0)), some.flip(0), 1):
+        return f"{unlike} in another order, beside one that is larger"
+    if not _same_rows(
+        run(rows.repeat(_REPEATS, 1), one.repeat(_REPEATS)), _rows_of(run(rows, one)).repeat(_REPEATS, 1)
+    ):
+        return f"{unlike} in a call of {_TOKENS * _REPEATS} for one expert"
+    try:
+        shaped: object = run(rows.view(2, -1, hidden), index.view(2, -1))
+    except Exception:  # its block passes rows
+        shaped = some
+    if not _same_rows(shaped, some):
+        return f"{unlike} in two sequences"
+    module.train()
+    before = torch.get_rng_state()
+    trained = run(rows, index)
+    is_drawn = not torch.equal(before, torch.get_rng_state())
+    is_same = is_drawn or _same_rows(run(loud, index.flip(0)), _rows_of(trained).flip(0), 1)
+    module.eval()
+    return None if is_same else f"{unlike} in training, in another order, beside one that is larger"
+
+
+def _rows_of(found: object) -> Tensor:
+    assert isinstance(found, Tensor)
+    return found
+
+
+def _same_rows(found: object, expected: Tensor, start: int = 0) -> bool:
+    """Whether all rows from one on are the same, in any shape."""
+    if not isinstance(found, Tensor) or found.numel() != expected.numel():
+        return False
+    first, second = found.reshape(expected.shape)[start:], expected[start:]
+    scale = second.abs().max().clamp_min(torch.finfo(torch.float32).tiny)
+    return _close(first / scale, second / scale)
+
+
+def _tried_members(found: Listed) -> str | None:
+    """None if all experts treat every row alike, else why one does not."""
+    tried: list[object] = []
+    for place, member in enumerate(found.members):
+        made = _made_as(member, place)
+        if made in tried:
+            continue
+        tried.append(made)
+        reasons = []
+        for width in _by_frequency(size for each in member.parameters() if each.dim() > 1 for size in each.shape):
+            reason = _tried_member(member, width)
+            if reason is None:
+                break
+            reasons.append(reason)
+        else:
+            return _telling_reason(reasons)
+    return None
+
+
+def _made_as(member: nn.Module, place: int) -> object:
+    """What tells how an expert computes: the classes of its modules, and their numbers, words and functions but for its own place."""
+    usual = vars(nn.Module())
+    found = []
+    for name, module in member.named_modules():
+        own = {
+            key: (type(value), value if isinstance(value, bool | int | float | str) or callable(value) else None)
+            for key, value in vars(module).items()
+            if key not in usual and not (type(value) is int and value == place)
+        }
+        found.append((name, type(module), own))
+    return found
+
+
+def _tried_member(member: nn.Module, width: int) -> str | None:
+    """None if an expert that is a module of its own treats every row of this width alike, else why it does not."""
+    name = type(member).__name__
+    try:
+        with torch.no_grad(), torch.random.fork_rng(devices=[]):
+            copied = _copied_member(member)
+            return _mixes_rows(name, copied, lambda rows, _: copied(rows), width, 1)
+    except Exception as error:  # whatever its forward raises
+        return f"{name} could not be run on rows of {width}: {error}"
+
+
+def _copied_member(member: nn.Module) -> nn.Module:
+    """A copy on the CPU with invented parameters, that calls no forward hooks."""
+    memo: dict[int, object] = {}
+    generator = torch.Generator().manual_seed(0)
+    for module in member.modules():
+        for value in vars(module).values():
+            if isinstance(value, Tensor):  # made from parameters by a hook before the forward
+                memo[id(value)] = value.detach()
+    for parameter in member.parameters():
+        own = torch.zeros(parameter.shape, dtype=parameter.dtype)
+        if parameter.is_floating_point():
+            own = _invented(parameter.shape, generator)
+        memo[id(parameter)] = nn.Parameter(own, requires_grad=False)
+    for buffer in member.buffers():
+        memo[id(buffer)] = _copied_buffer(buffer)
+    copied: nn.Module = copy.deepcopy(member, memo)
+    for module in copied.modules():
+        module._forward_hooks.clear()
+    return copied.eval()
+
+
+def _copied_buffer(buffer: Tensor) -> Tensor:
+    """On the CPU, in fp32; without values, others than zero: these would hide what they multiply."""
+    dtype = torch.float32 if buffer.is_floating_point() else buffer.dtype
+    if buffer.is_meta:
+        return torch.full(buffer.shape, 0.5 if buffer.is_floating_point() else 0, dtype=dtype)
+    return buffer.detach().to("cpu", dtype, copy=True)
 
 
 def _may_share(experts: Stacked, counts: tuple[str, ...], hidden: int) -> bool:
@@ -138,12 +286,15 @@ def invented_parameters(experts: Stacked, few: int, generator: torch.Generator) 
     """Invented parameters of a few experts. Large ones repeat a short sequence."""
     found = []
     for name in experts.parameters:
-        shape = (few, *experts.module.get_parameter(name).shape[1:])
-        count = torch.Size(shape).numel()
-        scale = shape[-1] ** -0.5
-        short = torch.randn(min(count, 1_000_003), generator=generator) * scale
-        found.append(short.repeat(-(-count // len(short)))[:count].view(shape))
+        found.append(_invented((few, *experts.module.get_parameter(name).shape[1:]), generator))
     return found
+
+
+def _invented(shape: Sequence[int], generator: torch.Generator) -> Tensor:
+    count = max(1, torch.Size(shape).numel())
+    scale = shape[-1] ** -0.5 if shape else 1.0
+    short = torch.randn(min(count, 1_000_003), generator=generator) * scale
+    return short.repeat(-(-count // len(short)))[:count].view(shape)
 
 
 def copy_with_experts(experts: Stacked, values: list[Tensor], counts: tuple[str, ...]) -> nn.Module:
@@ -156,7 +307,7 @@ def copy_with_experts(experts: Stacked, values: list[Tensor], counts: tuple[str,
         if isinstance(tensor, nn.Parameter):
             memo[id(tensor)] = nn.Parameter(torch.full(tensor.shape, 0.5) if own is None else own, requires_grad=False)
         elif tensor.device.type != "cpu":
-            memo[id(tensor)] = torch.zeros(tensor.shape, dtype=tensor.dtype)
+            memo[id(tensor)] = _copied_buffer(tensor)
     copied: nn.Module = copy.deepcopy(module, memo)
     copied.eval()
     for count in counts:

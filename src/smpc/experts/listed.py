@@ -9,7 +9,7 @@ The block may loop over experts, skip those without tokens, sort, or call all: i
 So ranks may call different experts, in any order, and none. What the first run changes is undone or kept from happening: random numbers are
 drawn again from the same state, buffers get their values back, inputs are copied, and forward hooks inside of the block are called in the
 second run alone. UsageError if the runs pass different rows: then what one expert gets depends on what another returned, and these are no
-experts. An expert must treat every row alike, whatever the others are, and take nothing but rows.
+experts. An expert must treat every row alike, whatever the others are, and take nothing but rows: `smpc.experts.confirm` tries it.
 
 The modules of the experts stay where they are. Those of other ranks have no parameters: under their names are tensors on the meta device.
 Whoever `keeps` their parameters leaves nothing in them (no rows), and they stay the objects that optimizers know.

@@ -36,6 +36,7 @@ ELEMENTWISE: tuple[type[Optimizer], ...] = (
 )
 
 _TRIAL_STEPS = 3
+_TRIAL_LR = 0.1
 
 
 def is_elementwise(optimizer: Optimizer, more: Sequence[type[Optimizer]] = ()) -> bool:
@@ -58,22 +59,34 @@ def _treats_halves_alike(optimizer: Optimizer, group: Mapping[str, Any], dim: in
         halves = _after_steps(optimizer, group, start.chunk(2, dim), [grad.chunk(2, dim) for grad in grads])
     except Exception:
         return False
-    return torch.allclose(torch.cat(halves, dim), whole, rtol=1e-2 if dtype.itemsize < 4 else 1e-5)
+    moved = (whole - start).abs().max() > 8 * torch.finfo(dtype).eps * start.abs().max()  # else nothing was tried
+    return bool(moved) and torch.allclose(torch.cat(halves, dim), whole, rtol=1e-2 if dtype.itemsize < 4 else 1e-5)
 
 
 def _after_steps(
     optimizer: Optimizer, group: Mapping[str, Any], values: Sequence[Tensor], grads: Sequence[Sequence[Tensor]]
 ) -> list[Tensor]:
-    """What a copy of the optimizer, with its options but without its state and hooks, makes of parameters of these values."""
+    """What a copy of the optimizer, with its options but without its state and hooks, makes of parameters of these values.
+
+    Its lr is another: the group's may be 0 now, as at the start of a warmup.
+    """
     parameters = [torch.nn.Parameter(value.clone()) for value in values]
     trial = object.__new__(type(optimizer))
     trial.__dict__.update(
         {name: copy.copy(v) if isinstance(v, (dict, list)) else v for name, v in vars(optimizer).items()}
     )
     trial.__dict__.update(_optimizer_step_pre_hooks=OrderedDict(), _optimizer_step_post_hooks=OrderedDict())
-    trial.__dict__.update(state=defaultdict(dict), param_groups=[{**group, "params": parameters}])
+    trial.__dict__.update(state=defaultdict(dict), param_groups=[{**group, **_trial_lr(group), "params": parameters}])
     for step in grads:
         for parameter, grad in zip(parameters, step, strict=True):
             parameter.grad = grad.clone()
         type(optimizer).step(trial)
     return [parameter.detach() for parameter in parameters]
+
+
+def _trial_lr(group: Mapping[str, Any]) -> dict[str, Any]:
+    """An lr that moves parameters, a tensor where the group's is one."""
+    lr = group.get("lr")
+    if isinstance(lr, Tensor):
+        return {"lr": torch.full_like(lr, _TRIAL_LR, device="cpu")}
+    return {"lr": _TRIAL_LR} if isinstance(lr, int | float) else {}

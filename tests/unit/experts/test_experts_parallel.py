@@ -366,3 +366,60 @@ def test_experts_are_run_before_they_are_cut():
     for block in model.blocks:
         block.inner.__class__ = Averaging
     check_refused(model, "Averaging returned something else than the sum of weight times expert")
+
+
+class Mixing(nn.Linear):
+    """An expert that does something to its rows after a linear layer."""
+
+    def __init__(self, change):
+        super().__init__(16, 16)
+        self.change = change
+
+    def forward(self, x):
+        return self.change(super().forward(x))
+
+
+@pytest.mark.parametrize(
+    ("change", "match"),
+    [
+        (lambda h: h.cumsum(1) if h.dim() == 3 else h, "in two sequences"),
+        (lambda h: h.softmax(-2), "in a call of fewer"),
+        (lambda h: h - h.mean(0, keepdim=True), "in a call of fewer"),
+        (lambda h: h / h.abs().max(), "in another order, beside one that is larger"),
+        (lambda h: torch.cat((h[:99], h[99:] * 0)), "in a call of 258"),
+        (lambda h: h.transpose(1, 2).cumsum(2).transpose(1, 2), "could not be run on rows"),
+    ],
+)
+def test_experts_in_a_list_that_mix_rows_stay_whole(change, match):
+    """They were cut: the rows of all ranks were mixed, without a word."""
+    model = make("loop", torch.float32)
+    for block in model.blocks:
+        block.experts = nn.ModuleList([Mixing(nn.functional.relu) for _ in range(3)] + [Mixing(change)])
+    check_refused(model, f"Mixing.* {match}")
+    check_refused(model, f"Mixing.* {match}", experts=["*.experts"])
+
+
+class OneScale(Stack):
+    """8-bit activations, with one scale for all rows of a call."""
+
+    def forward(self, tokens, chosen, gates):
+        scale = tokens.abs().max() / 7
+        return super().forward((tokens / scale).round() * scale, chosen, gates)
+
+
+class Capped(Stack):
+    """An expert takes so many rows of a call."""
+
+    def forward(self, tokens, chosen, gates):
+        shown = nn.functional.one_hot(chosen, self.n)
+        is_kept = (shown.sum(1).cumsum(0).unsqueeze(1) * shown).sum(-1) <= 99
+        return super().forward(tokens, chosen, gates * is_kept)
+
+
+@pytest.mark.parametrize("kind", [OneScale, Capped])
+def test_stacked_experts_that_depend_on_other_rows_stay_whole(kind):
+    """They were cut: a rank's scale and capacity counted the rows of all ranks, without a word."""
+    model = make("stack", torch.float32)
+    for block in model.blocks:
+        block.inner.__class__ = kind
+    check_refused(model, f"{kind.__name__} returned something else for the same rows")

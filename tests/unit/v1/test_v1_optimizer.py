@@ -190,6 +190,19 @@ def test_which_optimizers_can_do_with_slices_is_tried(kind, expected):
     assert not hooks
 
 
+@pytest.mark.parametrize("lr", [0.0, 1e-9, torch.tensor(0.0)])
+@pytest.mark.parametrize(
+    ("kind", "expected"),
+    [(torch.optim.Adafactor, False), (torch.optim.Muon, False), (torch.optim.AdamW, True), (torch.optim.SGD, True)],
+)
+def test_the_trial_moves_parameters_whatever_the_lr_is_now(kind, expected, lr):
+    """A warmup starts at 0, where no step of any optimizer did anything to a whole or to halves."""
+    optimizer = kind([nn.Parameter(torch.randn(4, 4))], lr=0.1)
+    optimizer.param_groups[0]["lr"] = lr
+    assert is_elementwise_in_trial(optimizer) is expected
+    assert optimizer.param_groups[0]["lr"] is lr
+
+
 @pytest.mark.parametrize("scheduled", [False, True])
 def test_torchs_optimizers_read_absent_gradients_without_python(monkeypatch, scheduled):
     here, _, optimizer = with_absent(scheduled=scheduled)

@@ -238,7 +238,7 @@ def _confirmed_in_layout(module: nn.Module, degree: int, session: Session) -> li
     refused, whole = [], []
     for one in find_experts(module):
         reason = _unsuited_in_layout(one, degree, uses, session.is_sharded)
-        outcome = reason or (confirm(one) if isinstance(one, Stacked) else one)
+        outcome = reason or confirm(one)
         if not isinstance(outcome, str):
             cuttable.append(outcome)
         elif reason is not None and isinstance(one, Stacked):
