@@ -28,10 +28,12 @@ from smpc.compile.search.searcher import _Searcher
 from smpc.compile.search.space import (
     ALL_SCHEDULES,
     Again,
+    Shape,
     Tried,
     candidates,
     repeated_blocks,
     shapes,
+    shardings,
     tensor_degrees,
     wire,
 )
@@ -460,3 +462,12 @@ def test_how_far_guesses_are_off_is_not_counted_twice(model, batch, monkeypatch)
     assert len(learned) > 2
     for factor, expected in learned:
         assert factor == pytest.approx(expected)
+
+
+def test_context_ranks_divide_parameters_without_replicas_as_smpc_compile_lets_them():
+    """Each of them holds all parameters: long sequences on one node did not fit, or were slower, as nothing was ever divided."""
+    for replicas, context, tried in ((1, 8, tuple(Sharding)), (2, 4, tuple(Sharding)), (1, 1, (Sharding.NONE,))):
+        shape = Shape(1, replicas, "cluster", 1, 1, 1, context, 1)
+        options = PipelineOptions(1, data_parallel_degree=replicas, context_parallel_degree=context, fully_shard=True)
+        assert shardings(shape, tuple(Sharding)) == tried
+        assert (options.num_shards > 1) == (Sharding.FULL in tried)

@@ -220,9 +220,11 @@ def candidate_of(shape: Shape, schedule: str, pieces: int, again: str, sharding:
 
 
 def shardings(shape: Shape, tried: tuple[Sharding, ...]) -> tuple[Sharding, ...]:
-    """What is tried of what replicas divide: nothing where there is one, or where experts are divided (`smpc compile` takes no more)."""
-    alone = shape.data_parallel_degree == 1 or shape.expert_parallel_degree > 1
-    return (Sharding.NONE,) if alone else tried
+    """What is tried of what ranks with the same parameters divide: nothing where there is one, or where experts are divided.
+
+    Context-parallel ranks hold the same parameters, without replicas too.
+    """
+    return (Sharding.NONE,) if shape.num_holders == 1 else tried
 
 
 def tensor_degrees(world_size: int, device: Device) -> tuple[int, ...]:
