@@ -6,7 +6,7 @@ they are gathered for the use, and their gradients averaged like others:
     forward     part --all-gather--> whole, for this operation
     backward    gradient --average over all ranks, of each its part--> .grad
 
-    uses = OutsideUses(parameters, num_ranks, note, tell)
+    uses = OutsideUses(parameters, num_ranks, note, order)
     with uses.looking(): loss = model(batch)         every torch call is looked at
 
 Looking costs time in every call, so it ends after a first step without such uses. Later ones are a StepError.
@@ -21,11 +21,12 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, Partial
+from torch.distributed.tensor import DTensor, Partial, Replicate
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map_only
 
 from smpc.errors import ConfigUnsupportedError, StepError
+from smpc.sharding.same_blocks import SameBlocks
 from smpc.sharding.tensors import local
 
 _MIXED = "mixed torch.Tensor and DTensor"  # in torch's error
@@ -34,17 +35,17 @@ _AS_THEY_ARE = ("__get__", "__set__", "__delete__")
 
 
 class OutsideUses:
-    """See above. `parameters`: by name. `num_ranks`: that all of them are on; `note`: called with each that gets a gradient so; `tell`:
-    with the name of each before it is gathered, as all ranks must gather the same."""
+    """See above. `parameters`: by name. `num_ranks`: that all of them are on; `note`: called with each that gets a gradient so; `order`:
+    learns of each before it is gathered, as all ranks must gather the same."""
 
     def __init__(
         self,
         parameters: Mapping[str, nn.Parameter],
         num_ranks: int,
         note: Callable[[nn.Parameter], None],
-        tell: Callable[[str], None],
+        order: SameBlocks,
     ) -> None:
-        self._parameters, self._num_ranks, self._note, self._tell = parameters, num_ranks, note, tell
+        self._parameters, self._num_ranks, self._note, self._order = parameters, num_ranks, note, order
         self.is_found = False
         self._known: set[tuple[bool, bool]] = set()
 
@@ -78,9 +79,14 @@ class OutsideUses:
                 part, f"{_name_of(func)} uses it outside of its block, and only some ranks hold it; call its block"
             )
         self.begin()
-        self._tell(self._name(part))
-        found: Tensor = part.full_tensor(grad_placements=[Partial()] * part.device_mesh.ndim)
-        return _Averaged.apply(found, self._num_ranks) if found.requires_grad else found  # type: ignore[no-untyped-call]
+        name = self._name(part)
+        self._order.tell_use(name)
+        if not (part.requires_grad and torch.is_grad_enabled()):
+            return part.full_tensor()
+        come_to: list[Callable[[], None]] = []  # what it is called with is known by its gradient alone
+        found: Tensor = _Gathered.apply(part, self._num_ranks, come_to)  # type: ignore[no-untyped-call]
+        come_to.append(self._order.note_use(found, partial(self._without_gradient, part)))
+        return found
 
     @torch.no_grad()
     def write(self, part: DTensor, value: Tensor) -> None:
@@ -105,6 +111,11 @@ class OutsideUses:
         self._note(parameter)
         placements = cast(DTensor, parameter).placements
         return cast(DTensor, grad).redistribute(placements=placements)
+
+    def _without_gradient(self, part: DTensor) -> None:
+        """The reduction of a use's gradient, on a rank whose backward does not reach it: its part is that of the others' sum."""
+        nothing = torch.zeros(part.shape, dtype=part.dtype, device=part.device)
+        torch.autograd.backward([part], [_reduced(nothing, part)], retain_graph=True)
 
     def refusal(self, part: DTensor, why: str) -> ConfigUnsupportedError:
         """An error about a parameter, or what was made of parts of some."""
@@ -138,19 +149,29 @@ class _Look(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
-class _Averaged(torch.autograd.Function):
-    """Ranks' gradients are added up: divided by their number, that is the average of their losses'."""
+class _Gathered(torch.autograd.Function):
+    """A whole tensor. Ranks' gradients are added up: divided by their number, that is the average of their losses'."""
 
     @staticmethod
-    def forward(ctx: Any, whole: Tensor, num_ranks: int) -> Tensor:
-        """The tensor itself."""
-        ctx.num_ranks = num_ranks
-        return whole.view_as(whole)
+    def forward(ctx: Any, part: DTensor, num_ranks: int, come_to: list[Callable[[], None]]) -> Tensor:
+        """All of it."""
+        ctx.part, ctx.num_ranks, ctx.come_to = part.detach(), num_ranks, come_to
+        return part.full_tensor()
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
-        """Its gradient, divided."""
-        return grads[0] / ctx.num_ranks, None
+        """This rank's part of the gradient."""
+        for come_to in ctx.come_to:
+            come_to()
+        return _reduced(grads[0] / ctx.num_ranks, ctx.part), None, None
+
+
+def _reduced(grad: Tensor, part: DTensor) -> DTensor:
+    """The sum of all ranks' gradients, in parts. Collective."""
+    mesh = part.device_mesh
+    placements = [Replicate() if each.is_partial() else each for each in part.placements]
+    summands = DTensor.from_local(grad, mesh, [Partial()] * mesh.ndim, run_check=False)
+    return summands.redistribute(placements=placements)
 
 
 def _tensors(values: Any) -> Iterator[Tensor]:
