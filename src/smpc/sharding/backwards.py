@@ -146,7 +146,7 @@ class Backwards:
             return
         self._is_under_way, self._is_called = True, False
         if is_in_backward():
-            Variable._execution_engine.queue_callback(functools.partial(self._finish, self._final))
+            Variable._execution_engine.queue_callback(self._finish_late)
         reach = torch._C._will_engine_execute_node if is_in_backward() else _reaches_nothing
         reached = bytes(any(reach(node) for node in nodes) for _, nodes in self._calls)
         told = self._tell(BEGIN + zlib.crc32(reached))
@@ -206,6 +206,11 @@ class Backwards:
         if group._training_state is TrainingState.IDLE:
             group._training_state = TrainingState.PRE_BACKWARD
         original()
+
+    def _finish_late(self) -> None:
+        """At the end of a backward: torch does not come to it, where gradients reach units by what is no output alone."""
+        if self._is_under_way:
+            self._finish(self._final)
 
     def _finish(self, original: Callable[[], None]) -> None:
         """In place of what torch does at the end of a backward."""
