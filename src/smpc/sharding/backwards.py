@@ -34,6 +34,7 @@ from smpc.errors import StepError
 
 BEGIN, COME_TO = 1 << 40, 1 << 41  # messages: which calls a backward reaches; COME_TO + what it has come to
 _END = COME_TO - 1
+_AGAIN = 1 << 30  # what is computed again in a backward: all ranks know its parameter
 
 
 class Backwards:
@@ -51,6 +52,7 @@ class Backwards:
         self._calls: list[tuple[int, list[Node]]] = []  # of units and uses, of the last call of the model
         self._order: dict[int, None] = {}  # what these have to tell, by the last of several
         self._num_calls = self._num_uses = 0
+        self.take_part_again: Callable[[int], None] = lambda number: None
         self._is_open = self._is_called = self._is_blind = self._is_under_way = self._differs = self._is_ending = False
         for number, unit in enumerate(units.values()):
             self._watch(number, unit, unit._get_fsdp_state())
@@ -117,6 +119,19 @@ class Backwards:
             self._order[event] = None
         return functools.partial(self._come_to_use, event, self._num_calls)
 
+    def come_to_again(self, number: int | None) -> None:
+        """Before a parameter is gathered, or its gradient reduced, for a use that a backward repeats. None: of what was made of some."""
+        if not self._is_acting():
+            return
+        self._begin()
+        if number is None and self._differs:
+            raise StepError(
+                "sharded parameters: expected the backwards of all replicas to reach the same blocks, since one computes again what uses "
+                "values made of a parameter outside of its block, found different ones; multiply what a rank leaves out of its loss by zero"
+            )
+        if number is not None:
+            self._come_to(_AGAIN + number)
+
     def _come_to_use(self, event: int, num_calls: int) -> None:
         if self._is_acting() and num_calls == self._num_calls:
             self._come_to(event)
@@ -179,7 +194,10 @@ class Backwards:
             first = min(told, key=lambda each: (places.get(each, len(places)), each))
             if first == event:
                 return
-            self._take_part[first]()
+            if first >= _AGAIN:
+                self.take_part_again(first - _AGAIN)
+            else:
+                self._take_part[first]()
 
     def _reach(self, original: Callable[..., None], default_prefetch: bool, *unused: Any) -> None:
         """In place of what torch does where a gradient reaches a unit's outputs."""

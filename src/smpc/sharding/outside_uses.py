@@ -15,7 +15,7 @@ Looking costs time in every call, so it ends after a first step without such use
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any, cast
 
@@ -23,9 +23,11 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Partial, Replicate
 from torch.overrides import TorchFunctionMode
+from torch.utils import checkpoint as torch_checkpoint
 from torch.utils._pytree import tree_map_only
 
 from smpc.errors import ConfigUnsupportedError, StepError
+from smpc.sharding.backwards import is_in_backward
 from smpc.sharding.same_blocks import SameBlocks
 from smpc.sharding.tensors import local
 
@@ -47,6 +49,7 @@ class OutsideUses:
     ) -> None:
         self._parameters, self._num_ranks, self._note, self._order = parameters, num_ranks, note, order
         self.is_found = False
+        order.backwards.take_part_again = self._take_part_again
         self._known: set[tuple[bool, bool]] = set()
 
     def is_looking(self, *, trains: bool) -> bool:
@@ -68,7 +71,7 @@ class OutsideUses:
                     "of a block that does not run; use them so in the first step, too, or call the block"
                 ) from error
             return
-        with _Look(self):
+        with _Look(self), self._looking_again():
             yield
         self._known.add(kind)
 
@@ -80,13 +83,41 @@ class OutsideUses:
             )
         self.begin()
         name = self._name(part)
-        self._order.tell_use(name)
+        number = 2 * list(self._parameters).index(name) if name else None
+        is_again = is_in_backward()
+        if is_again:
+            self._order.backwards.come_to_again(number)
+        else:
+            self._order.tell_use(name)
         if not (part.requires_grad and torch.is_grad_enabled()):
             return part.full_tensor()
         come_to: list[Callable[[], None]] = []  # what it is called with is known by its gradient alone
         found: Tensor = _Gathered.apply(part, self._num_ranks, come_to)  # type: ignore[no-untyped-call]
-        come_to.append(self._order.note_use(found, partial(self._without_gradient, part)))
+        if is_again:
+            come_to.append(partial(self._order.backwards.come_to_again, None if number is None else number + 1))
+        else:
+            come_to.append(self._order.note_use(found, partial(self._without_gradient, part)))
         return found
+
+    def _take_part_again(self, number: int) -> None:
+        """In a gather or a reduction of a use that another rank's backward computes again."""
+        part = cast(DTensor, list(self._parameters.values())[number // 2])
+        if number % 2:
+            self._without_gradient(part)
+        else:
+            with torch.no_grad():
+                part.full_tensor()
+
+    @contextmanager
+    def _looking_again(self) -> Iterator[None]:
+        """What `torch.utils.checkpoint` computes again in a backward is looked at, too."""
+        own = torch_checkpoint.CheckpointFunction, torch_checkpoint._checkpoint_without_reentrant_generator
+        torch_checkpoint.CheckpointFunction = _Recomputing(self, own[0].apply)  # type: ignore[assignment,misc]
+        torch_checkpoint._checkpoint_without_reentrant_generator = _Recomputing(self, own[1])  # type: ignore[assignment]
+        try:
+            yield
+        finally:
+            torch_checkpoint.CheckpointFunction, torch_checkpoint._checkpoint_without_reentrant_generator = own  # type: ignore[misc]
 
     @torch.no_grad()
     def write(self, part: DTensor, value: Tensor) -> None:
@@ -147,6 +178,24 @@ class _Look(TorchFunctionMode):
             )
         args, kwargs = tree_map_only(DTensor, lambda part: self._uses.whole(part, func), (args, kwargs))
         return func(*args, **kwargs)
+
+
+class _Recomputing:
+    """In place of what `torch.utils.checkpoint` calls with a function."""
+
+    def __init__(self, uses: OutsideUses, original: Callable[..., Any]) -> None:
+        self._uses, self._original = uses, original
+
+    def __call__(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """The same, with the function looked at when it is called in a backward."""
+
+        def looked_at(*inputs: Any, **options: Any) -> Any:
+            with _Look(self._uses) if is_in_backward() else nullcontext():
+                return function(*inputs, **options)
+
+        return self._original(looked_at, *args, **kwargs)
+
+    apply = __call__
 
 
 class _Gathered(torch.autograd.Function):

@@ -61,6 +61,11 @@ class SameBlocks:
         self._phases = {name: number for number, name in enumerate(_PHASES, len(self._names))}
         self._names += _PHASES
 
+    @property
+    def backwards(self) -> Backwards:
+        """What the backwards of these blocks reach."""
+        return self._backwards
+
     @contextmanager
     def told(self, trains: bool, looks: bool) -> Iterator[None]:
         """While the module is called. `trains`: in a training step, for which small blocks are whole on all ranks, and with its backward.
