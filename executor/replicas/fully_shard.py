@@ -21,7 +21,7 @@ Construction gives all ranks the parameters and buffers of the group's first one
 those of a step; without them, every backward averages its gradients. What is `apart` is in parts on other ranks.
 
 Replicas may use different parameters in a step, if their batches take other branches (`smpc.sharding.uses`). Blocks that are gathered when
-they are called must be the same on all of them (`smpc.executor.replicas.same_blocks`).
+they are called must be the same on all of them (`smpc.sharding.same_blocks`).
 
 A parameter without dimensions (CLIP's `logit_scale`) has no parts: every rank has it whole, and averages its gradient at the end of a step.
 """
@@ -42,8 +42,8 @@ from smpc.executor.collectives import TensorGroup
 from smpc.executor.replicas.apart import ExpertsApart, make_equal
 from smpc.executor.replicas.data_parallel import broadcast
 from smpc.executor.replicas.group_hooks import average_gradients
-from smpc.executor.replicas.same_blocks import SameBlocks
 from smpc.sharding import Keep, OutsideUses, Sharded, ShardingOptions, Unit, shard
+from smpc.sharding.same_blocks import IDLE, START, TRAINED, SameBlocks
 
 
 class _Scalars:
@@ -247,7 +247,7 @@ class ModuleShards:
         self._sharded = shard(module, known, mesh, options, self._scalars.all(), group=group)
         parts = {name: p for name, p in module.named_parameters() if isinstance(p, DTensor)}
         self._order = SameBlocks(module, known, group, parts)
-        self._outside = OutsideUses(parts, group.size(), self._sharded.note, self._order.tell_use)
+        self._outside = OutsideUses(parts, group.size(), self._sharded.note, self._order)
         self.exchanged = self._sharded.exchanged
 
     def release(self) -> None:
@@ -256,6 +256,7 @@ class ModuleShards:
 
     def start_of_step(self) -> None:
         """Broadcast buffers, and gather the blocks that stay whole for the step."""
+        self._order.tell_phase(START)
         if self._has_buffers:
             broadcast(self._module.buffers(), self._group)
         self._sharded.begin_step()
@@ -275,9 +276,11 @@ class ModuleShards:
 
     def end_of_step(self) -> None:
         """Average what no backward has, and let go of what is whole."""
+        self._order.tell_phase(TRAINED)
         self._sharded.end_step()
         self._scalars.average()
 
     def did_not_train(self) -> None:
         """Let go of what is whole."""
+        self._order.tell_phase(IDLE)
         self._sharded.end_step()

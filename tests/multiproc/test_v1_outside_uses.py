@@ -6,6 +6,7 @@ import pytest
 import torch
 from executor_harness import run_workers
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 from v1_harness import FOR_A_MICROBATCH, FOR_THE_STEP, WHILE_RUNNING, Block
 
 import smpc.v1 as smp
@@ -182,3 +183,69 @@ def test_ranks_that_use_the_parameters_of_different_blocks_are_told(tmp_path):
     """One parameter had been gathered in the place of the other."""
     for text in run_workers(borrows_other_ones, REPLICAS, tmp_path):
         assert "rank 0: a use of blocks.0.up.weight, rank 1: a use of blocks.1.up.weight" in text
+
+
+class Recomputes(Base):
+    """Weights of blocks in what a backward computes again; the second loss is in some steps. `anew`: torch's older way."""
+
+    def __init__(self, anew):
+        super().__init__()
+        self.anew = anew
+
+    def forward(self, ids):
+        x = self.embed(ids)
+        x = checkpoint(lambda x: x + nn.functional.linear(x, self.blocks[1].up.weight[:6]), x, use_reentrant=self.anew)
+        second = checkpoint(lambda x: (x * self.blocks[2].down.bias).tanh(), x, use_reentrant=self.anew)
+        loss = nn.functional.cross_entropy(self.head(self.body(x)).flatten(0, 1), ids.flatten())
+        return loss, (second - 1).pow(2).mean()
+
+
+def loss_of_recomputed(model, ids, has_second):
+    loss, second = model(ids)
+    return loss + second if has_second else loss
+
+
+@smp.step
+def recompute_step(model, ids, has_second):
+    loss = loss_of_recomputed(model, ids, bool(has_second[0]))
+    model.backward(loss)
+    return loss.detach()
+
+
+def recomputed(rank, folder, anew):
+    found = []
+    for has_steps in (True, False):
+        torch.manual_seed(3)
+        smp.init({"microbatches": 1, "ddp": True, **WHILE_RUNNING})
+        model = smp.DistributedModel(Recomputes(anew).double())
+        optimizer = smp.DistributedOptimizer(torch.optim.AdamW(model.parameters(), lr=0.1))
+        for step in range(STEPS):
+            optimizer.zero_grad()
+            has_second = step == 1
+            if has_steps:
+                recompute_step(model, recomputed_batch(step, rank), torch.tensor([has_second, has_second]))
+            else:
+                loss_of_recomputed(model, recomputed_batch(step, rank), has_second).backward()
+            optimizer.step()
+        found.append(model.state_dict())
+        smp.shutdown()
+    return found
+
+
+def recomputed_batch(step, part):
+    return torch.randint(9, (2, 8), generator=torch.Generator().manual_seed(10 * step + part))
+
+
+@pytest.mark.parametrize("anew", [False, True])
+def test_uses_that_a_backward_computes_again(tmp_path, anew):
+    """They were torch's error about tensors and DTensors."""
+    torch.manual_seed(3)
+    model = Recomputes(anew).double()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        for part in range(REPLICAS):
+            (loss_of_recomputed(model, recomputed_batch(step, part), step == 1) / REPLICAS).backward()
+        optimizer.step()
+    for states in run_workers(recomputed, REPLICAS, tmp_path, anew):
+        torch.testing.assert_close(states, [dict(model.state_dict())] * 2, rtol=1e-10, atol=1e-11)

@@ -6,7 +6,7 @@ they are gathered for the use, and their gradients averaged like others:
     forward     part --all-gather--> whole, for this operation
     backward    gradient --average over all ranks, of each its part--> .grad
 
-    uses = OutsideUses(parameters, num_ranks, note, tell)
+    uses = OutsideUses(parameters, num_ranks, note, order)
     with uses.looking(): loss = model(batch)         every torch call is looked at
 
 Looking costs time in every call, so it ends after a first step without such uses. Later ones are a StepError.
@@ -15,17 +15,20 @@ Looking costs time in every call, so it ends after a first step without such use
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, Partial
+from torch.distributed.tensor import DTensor, Partial, Replicate
 from torch.overrides import TorchFunctionMode
+from torch.utils import checkpoint as torch_checkpoint
 from torch.utils._pytree import tree_map_only
 
 from smpc.errors import ConfigUnsupportedError, StepError
+from smpc.sharding.backwards import is_in_backward
+from smpc.sharding.same_blocks import SameBlocks
 from smpc.sharding.tensors import local
 
 _MIXED = "mixed torch.Tensor and DTensor"  # in torch's error
@@ -34,18 +37,19 @@ _AS_THEY_ARE = ("__get__", "__set__", "__delete__")
 
 
 class OutsideUses:
-    """See above. `parameters`: by name. `num_ranks`: that all of them are on; `note`: called with each that gets a gradient so; `tell`:
-    with the name of each before it is gathered, as all ranks must gather the same."""
+    """See above. `parameters`: by name. `num_ranks`: that all of them are on; `note`: called with each that gets a gradient so; `order`:
+    learns of each before it is gathered, as all ranks must gather the same."""
 
     def __init__(
         self,
         parameters: Mapping[str, nn.Parameter],
         num_ranks: int,
         note: Callable[[nn.Parameter], None],
-        tell: Callable[[str], None],
+        order: SameBlocks,
     ) -> None:
-        self._parameters, self._num_ranks, self._note, self._tell = parameters, num_ranks, note, tell
+        self._parameters, self._num_ranks, self._note, self._order = parameters, num_ranks, note, order
         self.is_found = False
+        order.backwards.take_part_again = self._take_part_again
         self._known: set[tuple[bool, bool]] = set()
 
     def is_looking(self, *, trains: bool) -> bool:
@@ -67,7 +71,7 @@ class OutsideUses:
                     "of a block that does not run; use them so in the first step, too, or call the block"
                 ) from error
             return
-        with _Look(self):
+        with _Look(self), self._looking_again():
             yield
         self._known.add(kind)
 
@@ -78,9 +82,42 @@ class OutsideUses:
                 part, f"{_name_of(func)} uses it outside of its block, and only some ranks hold it; call its block"
             )
         self.begin()
-        self._tell(self._name(part))
-        found: Tensor = part.full_tensor(grad_placements=[Partial()] * part.device_mesh.ndim)
-        return _Averaged.apply(found, self._num_ranks) if found.requires_grad else found  # type: ignore[no-untyped-call]
+        name = self._name(part)
+        number = 2 * list(self._parameters).index(name) if name else None
+        is_again = is_in_backward()
+        if is_again:
+            self._order.backwards.come_to_again(number)
+        else:
+            self._order.tell_use(name)
+        if not (part.requires_grad and torch.is_grad_enabled()):
+            return part.full_tensor()
+        come_to: list[Callable[[], None]] = []  # what it is called with is known by its gradient alone
+        found: Tensor = _Gathered.apply(part, self._num_ranks, come_to)  # type: ignore[no-untyped-call]
+        if is_again:
+            come_to.append(partial(self._order.backwards.come_to_again, None if number is None else number + 1))
+        else:
+            come_to.append(self._order.note_use(found, partial(self._without_gradient, part)))
+        return found
+
+    def _take_part_again(self, number: int) -> None:
+        """In a gather or a reduction of a use that another rank's backward computes again."""
+        part = cast(DTensor, list(self._parameters.values())[number // 2])
+        if number % 2:
+            self._without_gradient(part)
+        else:
+            with torch.no_grad():
+                part.full_tensor()
+
+    @contextmanager
+    def _looking_again(self) -> Iterator[None]:
+        """What `torch.utils.checkpoint` computes again in a backward is looked at, too."""
+        own = torch_checkpoint.CheckpointFunction, torch_checkpoint._checkpoint_without_reentrant_generator
+        torch_checkpoint.CheckpointFunction = _Recomputing(self, own[0].apply)  # type: ignore[assignment,misc]
+        torch_checkpoint._checkpoint_without_reentrant_generator = _Recomputing(self, own[1])  # type: ignore[assignment]
+        try:
+            yield
+        finally:
+            torch_checkpoint.CheckpointFunction, torch_checkpoint._checkpoint_without_reentrant_generator = own  # type: ignore[misc]
 
     @torch.no_grad()
     def write(self, part: DTensor, value: Tensor) -> None:
@@ -105,6 +142,11 @@ class OutsideUses:
         self._note(parameter)
         placements = cast(DTensor, parameter).placements
         return cast(DTensor, grad).redistribute(placements=placements)
+
+    def _without_gradient(self, part: DTensor) -> None:
+        """The reduction of a use's gradient, on a rank whose backward does not reach it: its part is that of the others' sum."""
+        nothing = torch.zeros(part.shape, dtype=part.dtype, device=part.device)
+        torch.autograd.backward([part], [_reduced(nothing, part)], retain_graph=True)
 
     def refusal(self, part: DTensor, why: str) -> ConfigUnsupportedError:
         """An error about a parameter, or what was made of parts of some."""
@@ -138,19 +180,47 @@ class _Look(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
-class _Averaged(torch.autograd.Function):
-    """Ranks' gradients are added up: divided by their number, that is the average of their losses'."""
+class _Recomputing:
+    """In place of what `torch.utils.checkpoint` calls with a function."""
+
+    def __init__(self, uses: OutsideUses, original: Callable[..., Any]) -> None:
+        self._uses, self._original = uses, original
+
+    def __call__(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """The same, with the function looked at when it is called in a backward."""
+
+        def looked_at(*inputs: Any, **options: Any) -> Any:
+            with _Look(self._uses) if is_in_backward() else nullcontext():
+                return function(*inputs, **options)
+
+        return self._original(looked_at, *args, **kwargs)
+
+    apply = __call__
+
+
+class _Gathered(torch.autograd.Function):
+    """A whole tensor. Ranks' gradients are added up: divided by their number, that is the average of their losses'."""
 
     @staticmethod
-    def forward(ctx: Any, whole: Tensor, num_ranks: int) -> Tensor:
-        """The tensor itself."""
-        ctx.num_ranks = num_ranks
-        return whole.view_as(whole)
+    def forward(ctx: Any, part: DTensor, num_ranks: int, come_to: list[Callable[[], None]]) -> Tensor:
+        """All of it."""
+        ctx.part, ctx.num_ranks, ctx.come_to = part.detach(), num_ranks, come_to
+        return part.full_tensor()
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
-        """Its gradient, divided."""
-        return grads[0] / ctx.num_ranks, None
+        """This rank's part of the gradient."""
+        for come_to in ctx.come_to:
+            come_to()
+        return _reduced(grads[0] / ctx.num_ranks, ctx.part), None, None
+
+
+def _reduced(grad: Tensor, part: DTensor) -> DTensor:
+    """The sum of all ranks' gradients, in parts. Collective."""
+    mesh = part.device_mesh
+    placements = [Replicate() if each.is_partial() else each for each in part.placements]
+    summands = DTensor.from_local(grad, mesh, [Partial()] * mesh.ndim, run_check=False)
+    return summands.redistribute(placements=placements)
 
 
 def _tensors(values: Any) -> Iterator[Tensor]:

@@ -35,6 +35,7 @@ A tensor of its own for each would be two now and then: a communication thread m
 
 from __future__ import annotations
 
+import functools
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -52,6 +53,7 @@ from torch.utils._pytree import tree_map_only
 
 from smpc.config.keep import Keep
 from smpc.errors import ConfigUnsupportedError
+from smpc.sharding.backwards import Backwards
 from smpc.sharding.tensors import has_hooks, local, own_part_of_sharded
 from smpc.sharding.units import keep_containers
 from smpc.sharding.uses import Uses
@@ -415,10 +417,12 @@ def undivided(root: nn.Module) -> Iterator[None]:
 
 def _of_scripts(hooks: Mapping[int, Any]) -> OrderedDict[int, Any]:
     """Without those that make a module a unit."""
-    own = {key: hook for key, hook in hooks.items() if hook is not _without_views}
-    return OrderedDict(
-        (key, hook) for key, hook in own.items() if not isinstance(getattr(hook, "__self__", None), FSDPState)
-    )
+    return OrderedDict((key, hook) for key, hook in hooks.items() if not _is_of_units(hook))
+
+
+def _is_of_units(hook: Any) -> bool:
+    bound = getattr(hook.func if isinstance(hook, functools.partial) else hook, "__self__", None)
+    return hook is _without_views or isinstance(bound, FSDPState | Backwards)
 
 
 def exchange(model: nn.Module, exchanged: Mapping[nn.Parameter, nn.Parameter]) -> None:
