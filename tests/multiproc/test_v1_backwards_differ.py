@@ -6,27 +6,12 @@ from executor_harness import run_workers
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
+from v1_harness import FOR_A_MICROBATCH, FOR_THE_STEP, WHILE_RUNNING, Block
 
 import smpc.v1 as smp
 from smpc.errors import PeerError, StepError
 
 STEPS, MB, REPLICAS = 3, 2, 2
-FOR_THE_STEP = {"fully_shard": True}
-FOR_A_MICROBATCH = {
-    "sharded_data_parallel_degree": 2,
-    "sdp_gradient_clipping": 0.0,
-    "sdp_param_persistence_threshold": 0,
-}
-WHILE_RUNNING = FOR_A_MICROBATCH | {"sdp_max_live_parameters": 1}
-
-
-class Block(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.up, self.down = nn.Linear(6, 10), nn.Linear(10, 6)
-
-    def forward(self, x):
-        return x + self.down(torch.tanh(self.up(x)))
 
 
 class Branches(nn.Module):
