@@ -192,3 +192,30 @@ def learned_argument(rank, folder):
 
 def test_an_argument_whose_gradient_would_be_lost_is_refused(tmp_path):
     run_workers(learned_argument, 2, tmp_path)
+
+
+@smp.step
+def with_criterion(model, x, criterion):
+    loss = criterion(model(x).reshape(1, 1)).square().sum()
+    model.backward(loss)
+    return loss
+
+
+def own_criterion(rank, folder):
+    run = Spread()
+    torch.manual_seed(5)
+    criterion = nn.Linear(1, 1)
+    with pytest.raises(
+        StepError,
+        match=r"expected a loss whose parameters belong to the model, found others, of shape \(1, 1\), \(1,\)",
+    ):
+        with_criterion(run.model, batch(0), criterion)
+    frozen = copy.deepcopy(criterion).requires_grad_(False)
+    loss = with_criterion(run.model, batch(0), frozen).reduce_mean()
+    with torch.no_grad():
+        plain = [frozen(Plain().module(part).reshape(1, 1)).square().sum() for part in batch(0).chunk(MICROBATCHES)]
+    torch.testing.assert_close(loss, sum(plain) / MICROBATCHES)
+
+
+def test_a_criterion_that_one_rank_alone_would_train_is_refused(tmp_path):
+    run_workers(own_criterion, 2, tmp_path)

@@ -220,7 +220,7 @@ def test_loss_backward_in_a_pipeline_is_refused():
     over the microbatches, while the earlier stages' were. `torch.autograd.grad` down to the output itself stays possible."""
     layer = nn.Linear(3, 1)
     output = layer(torch.randn(4, 3))
-    tail = Tail("train_step", {"logits": output}, 2)
+    tail = Tail("train_step", {"logits": output}, 2, layer)
     logits = tail.forward((), {})["logits"]
     (gradient,) = torch.autograd.grad(logits.pow(2).sum(), logits)
     assert torch.equal(gradient, 2 * output.detach())

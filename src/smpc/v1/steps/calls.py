@@ -109,11 +109,13 @@ class Capture:
 
 
 class Tail:
-    """One microbatch on the rank of the last stage. `scale`: the divisor of gradients."""
+    """One microbatch on the rank of the last stage. `scale`: the divisor of gradients. `model`: the script's."""
 
-    def __init__(self, step_name: str, output: Any, scale: float) -> None:
+    def __init__(self, step_name: str, output: Any, scale: float, model: nn.Module) -> None:
         self._step_name = step_name
         self._output = output
+        self._model = model
+        self._first_node = 0  # of autograd, that the step function makes from the outputs on
         self._scale = scale
         self.called = False
         self.roots: Roots | None = None
@@ -131,15 +133,26 @@ class Tail:
         self.called = True
         output, self._output = self._output, None
         self._outputs.watch(output)
+        self._first_node = torch.autograd._get_sequence_nr()  # type: ignore[attr-defined]
         return output
 
     def backward(self, tensors: Tensors, gradients: Gradients) -> None:
-        """Note the roots."""
+        """Note the roots. Raises StepError where the loss uses parameters outside of the model: only this rank would train them."""
         if not self.called:
             raise _too_early(self._step_name)
         if self.roots is not None:
             raise _backward_twice(self._step_name)
-        self.roots = make_roots(tensors, gradients, self._scale, self._step_name)
+        roots = make_roots(tensors, gradients, self._scale, self._step_name)
+        used = [leaf for leaf in _leaves_used(roots, self._first_node) if isinstance(leaf, nn.Parameter)]
+        own = {id(parameter) for parameter in self._model.parameters()} if used else ()
+        foreign = [tuple(parameter.shape) for parameter in used if id(parameter) not in own]
+        if foreign:
+            raise StepError(
+                f"step function {self._step_name}: expected a loss whose parameters belong to the model, found others, of shape "
+                f"{', '.join(map(str, foreign))}; in a pipeline only the last rank would train them: make their module (a criterion, a "
+                "head) a part of the model, or freeze it with requires_grad_(False)"
+            )
+        self.roots = roots
         self.losses = losses_of(tensors, gradients)
 
 
@@ -194,6 +207,21 @@ class LocalCall:
                 roots.append(more)
         self._outputs.release()
         torch.autograd.backward([tensor for tensor, _ in roots], [gradient for _, gradient in roots])
+
+
+def _leaves_used(roots: Roots, first_node: int) -> Iterator[Tensor]:
+    """The leaves that operations use, from `first_node` of autograd to the roots."""
+    seen: set[Any] = set()
+    nodes: list[Any] = [root.grad_fn for root, _ in roots]
+    while nodes:
+        node = nodes.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if node.name() == "torch::autograd::AccumulateGrad":
+            yield node.variable
+        elif node._sequence_nr() >= first_node:
+            nodes += [following for following, _ in node.next_functions]
 
 
 def make_roots(tensors: Tensors, gradients: Gradients, scale: float, step_name: str) -> Roots:

@@ -123,7 +123,7 @@ class LastRank:
         body = self._body
         if self._microbatches is None:
             self._microbatches = self._arguments()
-        tail = self._context.calls = Tail(body.name, output, self._scale)
+        tail = self._context.calls = Tail(body.name, output, self._scale, self._context.module)
         try:
             arguments, states = self._microbatches[microbatch]
             with drawing_from(states, self._context.session.device):
