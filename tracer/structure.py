@@ -66,6 +66,11 @@ class Structure:
         """Number of leaves."""
         return 1 if self.kind == LEAF else sum(child.num_leaves for child in self.children)
 
+    @property
+    def class_text(self) -> str:
+        """The class as errors name it, "module:qualified.name", also one that `unflatten` cannot find."""
+        return self.class_name.removesuffix(_UNNAMED)
+
     def unflatten(self, leaves: Iterable[Any]) -> Any:
         """The container with these leaves, in order."""
         return self._build(iter(leaves))

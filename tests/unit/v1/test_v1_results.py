@@ -154,11 +154,12 @@ def test_classes_that_cannot_be_rebuilt_are_refused_with_their_places():
 
     local = read_results([(Result(1), Local(torch.ones(1)))], "f")
     with pytest.raises(
-        StepError, match=r"as \[1\] \S+<locals>.Local\] \(AttributeError: .*; return tensors and values in lists"
+        StepError,
+        match=r"as \[1\] \S+<locals>.Local\] \(TraceError: expected a class .*; return tensors and values in lists",
     ):
         local.join()
     unnamed = read_results([collections.namedtuple("Other", "loss")(1)], "f")
-    with pytest.raises(StepError, match=r"\[as the whole value \S+:Other\] \(AttributeError"):
+    with pytest.raises(StepError, match=r"\[as the whole value \S+:Other\] \(TraceError"):
         unnamed.join()
     with pytest.raises(StepError, match=r"ReadOnly\] \(KeyError: 'read only'\)"):
         read_results([ReadOnly(loss=1)], "f").join()

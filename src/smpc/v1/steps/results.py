@@ -201,7 +201,7 @@ class StepResults:
             return _join_microbatches(self.structure, self.columns)
         except Exception as error:  # of the user's classes
             classes = [
-                f"{_place(path)} {part.class_name}" for path, part in self.structure.containers() if part.class_name
+                f"{_place(path)} {part.class_text}" for path, part in self.structure.containers() if part.class_name
             ]
             raise StepError(
                 f"step function {self.step_name} returned what cannot be put together again from its microbatches, among "
