@@ -125,6 +125,11 @@ class SaveSettings:
                 f"{self.folder}: none of the checkpoints there is whole; mend one, or move them away to start anew"
             ]
             raise CheckpointError("\n".join([*lines, *problems]))
+        if linked is None and storage.is_link(latest):
+            raise CheckpointError(
+                f"no checkpoint at {storage.followed(latest)}, where {latest} leads, and none beside it; bring it back, or remove the link "
+                "to start anew"
+            )
         self._warn(problems)
         return latest if linked is not None else None
 

@@ -74,6 +74,11 @@ def is_folder(path: str) -> bool:
     return bool(_remote_storage(path).isdir(path)) if is_url(path) else os.path.isdir(path)
 
 
+def is_link(path: str) -> bool:
+    """Whether it is a link, whatever it leads to."""
+    return bool(_remote_storage(path).exists(path + _LINK)) if is_url(path) else os.path.islink(path)
+
+
 def followed(path: str) -> str:
     """The target of a link; the path itself if it is not a link."""
     if not is_url(path):

@@ -275,6 +275,7 @@ def test_logits_are_not_gathered_where_the_loss_is_all_that_is_trained_with(clas
     settings = Config.parse(found.config())
     assert settings.tensor_parallel_outputs == "loss"
     known = {name: getattr(found.options, name) for name in ("microbatches", "device", "optimizer", "memory_weight")}
+    known |= {name: getattr(found.options, name) for name in ("fully_shard", "shard_optimizer_state")}
     known |= {
         "tensor_parallel_degree": tensor,
         "context_parallel_degree": context,
