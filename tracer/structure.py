@@ -26,11 +26,12 @@ first item of a list `a` is `a..0`, and a module of the name `a[0]` is `a[0]`.
 from __future__ import annotations
 
 import ast
+import copy
 import dataclasses
 import functools
 import re
 import weakref
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, MutableMapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -130,6 +131,28 @@ def flatten(value: Any) -> tuple[list[Any], Structure]:
     """Leaves of a value, left to right, and the structure that holds them."""
     leaves: list[Any] = []
     return leaves, _flatten_value(value, leaves, ())
+
+
+def rebuilt(value: Any, children: Iterable[Any]) -> Any:
+    """A list, tuple, set or mapping like `value` with other children, in their order; a dict for a mapping that cannot be written.
+
+    No constructor of the value's class runs again, but for sets': it may have changed what it was given.
+    """
+    cls: Any = type(value)
+    if isinstance(value, MutableMapping):
+        new: Any = copy.copy(value)  # keeps what else it knows, a default factory for instance
+        for key, child in zip(list(value), children, strict=True):
+            new[key] = child
+        return new
+    if isinstance(value, Mapping):
+        return dict(zip(value, children, strict=True))
+    if isinstance(value, list):
+        new = copy.copy(value)
+        new[:] = children
+        return new
+    if isinstance(value, tuple) and cls.__module__ != "torch.return_types":
+        return tuple.__new__(cls, children)
+    return cls(children)
 
 
 def _flatten_value(value: Any, leaves: list[Any], open_objects: tuple[int, ...]) -> Structure:

@@ -255,6 +255,13 @@ def masking(model, ids):
     return loss
 
 
+@smp.step
+def judged(model, ids, criterion):
+    loss = criterion(model(ids)).sum()
+    model.backward(loss)
+    return loss
+
+
 def draw_and_refuse(rank, folder):
     """What a group must have alike, and what cannot be done with it."""
     for config, said in (
@@ -282,6 +289,8 @@ def draw_and_refuse(rank, folder):
         torch.manual_seed(rank + step)  # a script that seeds its ranks apart
         whole.append(drop(model, ids).concat())
     gradient = model.get_module().head.weight.grad.clone()
+    learned = torch.ones((), requires_grad=True)
+    criterion = torch.nn.PReLU()
     for arguments, said in (
         (
             (scaled, ids.roll(rank), 1.0),
@@ -292,6 +301,8 @@ def draw_and_refuse(rank, folder):
         ((masking, ids), "found different values of the model's arguments in microbatch 0"),
         ((scaled, ids, 1.0) if rank else (drop, ids), "call the same step function"),
         ((drop, ids[:, :-1]), "expected sequences of a length that"),
+        ((scaled, ids, learned), "argument factor requires grad, but its gradient would not come back"),
+        ((judged, ids, criterion), "expected a loss whose parameters belong to the model, found others"),
     ):
         torch.manual_seed(rank)
         function, *given = arguments

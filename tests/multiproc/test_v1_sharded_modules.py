@@ -5,18 +5,12 @@ import torch
 from executor_harness import run_workers
 from torch import nn
 from torch.nn.utils import parametrizations
+from v1_harness import FOR_A_MICROBATCH, FOR_THE_STEP, WHILE_RUNNING
 
 import smpc.v1 as smp
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*weight_norm:FutureWarning")
 STEPS, MB, REPLICAS = 3, 2, 2
-FOR_THE_STEP = {"fully_shard": True}
-FOR_A_MICROBATCH = {
-    "sharded_data_parallel_degree": 2,
-    "sdp_gradient_clipping": 0.0,
-    "sdp_param_persistence_threshold": 0,
-}
-WHILE_RUNNING = FOR_A_MICROBATCH | {"sdp_max_live_parameters": 1}
 
 
 class Around(nn.Module):

@@ -14,9 +14,8 @@ slice layers together.
 
 from __future__ import annotations
 
-import copy
 import zlib
-from collections.abc import Mapping, MutableMapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -27,6 +26,7 @@ from torch.optim import Optimizer
 from smpc import dist
 from smpc.checkpoint.rng import capture_rng, restore_rng
 from smpc.errors import ConfigError
+from smpc.tracer.structure import rebuilt
 
 _LEFT_OUT = -100  # what torch.nn.functional.cross_entropy ignores
 
@@ -74,9 +74,9 @@ def moved(batch: Any, device: torch.device) -> Any:
     if isinstance(batch, Tensor):
         return batch.to(device, non_blocking=True)
     if isinstance(batch, Mapping):
-        return _same_mapping(batch, [moved(value, device) for value in batch.values()])
+        return rebuilt(batch, [moved(value, device) for value in batch.values()])
     if isinstance(batch, tuple | list):
-        return _same_in_microbatches(batch, [moved(value, device) for value in batch])
+        return rebuilt(batch, [moved(value, device) for value in batch])
     return batch.to(device) if hasattr(batch, "to") else batch
 
 
@@ -107,29 +107,12 @@ def _microbatch_of(batch: Any, start: int, size: int, total: int) -> Any:
             )
         return batch.smp_slice(total // size, start // size, 0)
     if isinstance(batch, Mapping):
-        return _same_mapping(batch, [_microbatch_of(value, start, size, total) for value in batch.values()])
+        return rebuilt(batch, [_microbatch_of(value, start, size, total) for value in batch.values()])
     if isinstance(batch, list) and len(batch) == total and not _batch_sizes(batch):
         return batch[start : start + size]
     if isinstance(batch, tuple | list):
-        return _same_in_microbatches(batch, [_microbatch_of(value, start, size, total) for value in batch])
+        return rebuilt(batch, [_microbatch_of(value, start, size, total) for value in batch])
     return batch[start : start + size] if isinstance(batch, Tensor) and batch.dim() else batch
-
-
-def _same_mapping(batch: Mapping[Any, Any], values: list[Any]) -> Any:
-    """A mapping of the batch's class, with what else it knows, if such can be made; a dict otherwise."""
-    named = zip(batch, values, strict=True)
-    if not isinstance(batch, MutableMapping):
-        return dict(named)
-    new = copy.copy(batch)
-    for name, value in list(named):
-        new[name] = value
-    return new
-
-
-def _same_in_microbatches(batch: tuple[Any, ...] | list[Any], values: list[Any]) -> Any:
-    if hasattr(batch, "_fields"):
-        return type(batch)(*values)
-    return tuple(values) if isinstance(batch, tuple) else values
 
 
 _OWN = (  # what a rank may have for itself

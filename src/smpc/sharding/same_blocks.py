@@ -81,7 +81,7 @@ class SameBlocks:
             self._backwards.end_call()
 
     def tell_phase(self, name: str) -> None:
-        """A step begins or ends, by one of the names below; outside of steps that is around the model's call and its backward."""
+        """A step begins or ends, by one of the names above; outside of steps that is around the model's call and its backward."""
         if self._tells_each:
             self._compare(self._phases[name])
         if name != START:

@@ -209,6 +209,27 @@ def test_what_no_rule_shares_is_whole_right_and_named():
     assert "computed whole on every rank" in describe(module)
 
 
+class ByName(nn.Module):
+    """Operations with arguments by name."""
+
+    def __init__(self):
+        super().__init__()
+        self.table, self.head = nn.Embedding(64, 16), nn.Linear(16, 64)
+        self.scale = nn.Parameter(torch.rand(16))
+
+    def forward(self, input_ids, labels):
+        x = torch.mul(self.table(input_ids), other=2.0)
+        x = torch.reshape(input=x.view(dtype=x.dtype), shape=(len(x), -1, 16))
+        x = nn.functional.layer_norm(weight=self.scale, normalized_shape=(16,), input=x)
+        x = x + nn.functional.scaled_dot_product_attention(x, x * 2, x + 1, is_causal=True)
+        return nn.functional.cross_entropy(self.head(x).transpose(1, 2), labels)
+
+
+def test_arguments_by_name():
+    module = check(lambda: (ByName(), tokens()), 2)
+    assert "computed whole on every rank" not in describe(module)
+
+
 class Places(nn.Module):
     """Numbers for every place of a sequence, of which it asks for the length alone."""
 

@@ -37,10 +37,13 @@ class Named(nn.Module):
         super().__init__()
         self.left, self.right = nn.Linear(16, 32, bias=False), nn.Linear(16, 32, bias=False)
         self.down = nn.Linear(64, 16)
+        self.scale = nn.Parameter(torch.rand(16))
 
     def forward(self, x):
         joined = torch.cat(tensors=(self.left(x), self.right(x)), axis=-1)
         y = nn.functional.linear(input=torch.tanh(input=joined), weight=self.down.weight, bias=self.down.bias)
+        y = torch.reshape(input=torch.mul(y, other=2.0).div(other=3.0), shape=(-1, SEQUENCE, 16)).view(dtype=x.dtype)
+        y = nn.functional.layer_norm(weight=self.scale, normalized_shape=(16,), input=y)
         y = torch.stack([torch.add(input=y, other=x), torch.mul(x1=y, x2=x)], axis=0).sum(axis=0)
         centred = y - y.mean(axis=-1, keepdims=True)
         scores = torch.matmul(input=centred, other=torch.transpose(input=y, dim0=1, dim1=2)).softmax(axis=-1)

@@ -75,8 +75,9 @@ def grid(forecast):
     return list(found.values())
 
 
-@pytest.mark.parametrize("every", [pytest.param(1, marks=pytest.mark.slow), 4])
-def test_guesses_are_near_plans_for_all_degrees(known, every):
+# Of all of them one is guessed at 0.68: logits of all microbatches under GPipe, in slices of a fourth.
+@pytest.mark.parametrize(("every", "least"), [pytest.param(1, 0.65, marks=pytest.mark.slow), (4, 0.75)])
+def test_guesses_are_near_plans_for_all_degrees(known, every, least):
     """They were off by factors: the fullest stage was taken for the average one, and a module at work for nothing."""
     forecast, plans = known
     chosen = grid(forecast)[::every]
@@ -90,7 +91,7 @@ def test_guesses_are_near_plans_for_all_degrees(known, every):
         ratios.append((guess.peak / max(rank_peaks(plan).values()), candidate))
     off = [(round(ratio, 3), candidate) for ratio, candidate in ratios if not 0.9 <= ratio <= 1.1]
     assert len(off) <= len(ratios) // 10, off
-    assert all(0.65 <= ratio <= 1.5 for ratio, _ in off), off  # where what is computed again cannot be in one stage
+    assert all(least <= ratio <= 1.5 for ratio, _ in off), off  # where what is computed again cannot be in one stage
 
 
 def test_a_microbatch_that_was_not_recorded_is_guessed_from_another_size(known):

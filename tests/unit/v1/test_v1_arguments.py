@@ -9,6 +9,7 @@ import torch
 from transformers import BatchEncoding
 from transformers.modeling_outputs import CausalLMOutput
 
+from smpc.composer.microbatches import moved
 from smpc.errors import StepError
 from smpc.v1.steps.arguments import (
     PlainArgument,
@@ -68,6 +69,33 @@ def test_tensors_in_every_container():
         assert part["scalar"] is batch["scalar"]
         assert part["none"] is None
     assert batch["list"][0] is x, "the caller's containers are left alone"
+
+
+class Scaled(namedtuple("Scaled", "x calls")):
+    """A named tuple whose constructor changes what it is given."""
+
+    def __new__(cls, x, calls=0):
+        return super().__new__(cls, x * 2, calls + 1)
+
+
+class Pair(list):
+    """A list whose constructor takes two values."""
+
+    def __init__(self, first, second):
+        super().__init__([first, second])
+
+
+@pytest.mark.parametrize(
+    "parts", [lambda batch: split_argument(batch, "batch", 3), lambda batch: [moved(batch, torch.device("cpu"))]]
+)
+def test_no_constructor_of_a_container_runs_again(parts):
+    x = torch.arange(6.0)
+    found = parts({"scaled": Scaled(x), "pair": Pair(x, x + 1)})
+    scaled, pair = zip(*[(part["scaled"], part["pair"]) for part in found], strict=True)
+    assert torch.equal(torch.cat([each.x for each in scaled]), x * 2)
+    assert {each.calls for each in scaled} == {1}
+    assert {type(each) for each in pair} == {Pair}
+    assert torch.equal(torch.cat([each[1] for each in pair]), x + 1)
 
 
 def test_what_holds_no_tensor_in_a_container_is_passed_through():

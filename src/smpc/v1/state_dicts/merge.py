@@ -82,9 +82,7 @@ def survey(
     failure = ""
     try:
         for key, value in part.items():
-            is_tensor = (
-                isinstance(value, Tensor) and value.layout is torch.strided
-            )  # others, sparse ones say, are sent as they are
+            is_tensor = isinstance(value, Tensor) and value.layout is torch.strided  # a sparse one is sent as it is
             described[key] = (
                 (TensorSpec.of(value.detach()), slice_of(key, value), True) if is_tensor else (value, None, False)
             )

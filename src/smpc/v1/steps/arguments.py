@@ -33,7 +33,6 @@ Source: public SMP v1 API (`smp.step`).
 
 from __future__ import annotations
 
-import copy
 import inspect
 import zlib
 from collections.abc import Callable, Iterable, Mapping, MutableMapping
@@ -48,6 +47,7 @@ from smpc.errors import StepError
 from smpc.executor.transport.messages import WireFormat
 from smpc.tracer.constants import is_constant, normalise
 from smpc.tracer.ir import TensorSpec, spec_of
+from smpc.tracer.structure import rebuilt
 
 Arguments = dict[str, Any]
 _PLAIN = frozenset(
@@ -168,7 +168,7 @@ def map_leaves(value: Any, function: Callable[[Any, str], Any], path: str) -> An
     new = [map_leaves(child, function, path + step) for step, child in zip(steps, children, strict=True)]
     if all(a is b for a, b in zip(new, children, strict=True)):
         return value
-    return _rebuilt_container(value, new)
+    return rebuilt(value, new)
 
 
 def map_tensors(value: Any, function: Callable[[Tensor], Tensor]) -> Any:
@@ -194,19 +194,6 @@ def _open(value: Any) -> tuple[list[str] | None, list[Any]]:
     if isinstance(value, MutableMapping):
         return [f"[{key!r}]" for key in value], list(value.values())
     return None, []
-
-
-def _rebuilt_container(value: Any, children: list[Any]) -> Any:
-    """A container like `value` with other children."""
-    if isinstance(value, MutableMapping):
-        new = copy.copy(value)  # keeps the class and what else it knows, a default factory for instance
-        for key, child in zip(value, children, strict=True):
-            new[key] = child
-        return new
-    if isinstance(value, tuple) and type(value) is not tuple:
-        return type(value)(*children)
-    cls: Any = type(value)
-    return cls(children)
 
 
 def on_device(arguments: Arguments, device: torch.device) -> Arguments:
@@ -315,8 +302,8 @@ def form_of(arguments: Arguments, *, detached: bool = False) -> tuple[ArgumentFo
             return PlainArgument(leaf, sent=True) if is_constant(leaf) else PlainArgument()
         if detached and leaf.requires_grad:
             raise StepError(
-                f"argument {path} requires grad, but gradients do not flow out of the pipeline: the last stage's rank would use a copy "
-                "of it; pass it detached (.detach()), or put what computes it, or the parameter itself, into the model"
+                f"argument {path} requires grad, but its gradient would not come back: the rank that computes the loss uses a copy, or "
+                "a part of the sequence; pass it detached (.detach()), or put what computes it, or the parameter itself, into the model"
             )
         holds_tensor = True
         if id(leaf) not in slots:

@@ -137,7 +137,7 @@ class Tail:
         return output
 
     def backward(self, tensors: Tensors, gradients: Gradients) -> None:
-        """Note the roots. Raises StepError where the loss uses parameters outside of the model: only this rank would train them."""
+        """Note the roots. Raises StepError where the loss uses parameters outside of the model: other ranks would not train them alike."""
         if not self.called:
             raise _too_early(self._step_name)
         if self.roots is not None:
@@ -149,8 +149,8 @@ class Tail:
         if foreign:
             raise StepError(
                 f"step function {self._step_name}: expected a loss whose parameters belong to the model, found others, of shape "
-                f"{', '.join(map(str, foreign))}; in a pipeline only the last rank would train them: make their module (a criterion, a "
-                "head) a part of the model, or freeze it with requires_grad_(False)"
+                f"{', '.join(map(str, foreign))}; only the rank that computes the loss would train them, or each with a part of their "
+                "gradient: make their module (a criterion, a head) a part of the model, or freeze it with requires_grad_(False)"
             )
         self.roots = roots
         self.losses = losses_of(tensors, gradients)
