@@ -77,27 +77,15 @@ def follow(rank, folder, pages, world_size):
     return ran
 
 
-def check(ranks, tmp_path, part):
-    pages = [page for page, (needed, _) in WORLDS.items() if needed == ranks][part]
+def check(ranks, tmp_path):
+    pages = [page for page, (needed, _) in WORLDS.items() if needed == ranks]
     for ran in run_workers(follow, ranks, tmp_path, pages, ranks):
         assert ran == {page: len(python(page)) for page in pages}
 
 
-EVERY_OTHER, THE_OTHERS = slice(0, None, 2), slice(1, None, 2)
-
-
-@pytest.mark.parametrize(
-    ("ranks", "part"),
-    [
-        (1, EVERY_OTHER),
-        (2, EVERY_OTHER),
-        pytest.param(1, THE_OTHERS, marks=pytest.mark.slow),
-        pytest.param(2, THE_OTHERS, marks=pytest.mark.slow),
-        pytest.param(4, slice(None), marks=pytest.mark.slow),
-    ],
-)
-def test_blocks_run(ranks, part, tmp_path):
-    check(ranks, tmp_path, part)
+@pytest.mark.parametrize("ranks", [1, 2, pytest.param(4, marks=pytest.mark.slow)])
+def test_blocks_run(ranks, tmp_path):
+    check(ranks, tmp_path)
     assert ranks in {needed for needed, _ in WORLDS.values()}
 
 
