@@ -59,6 +59,9 @@ class Plain:
         self.model.load_state_dict(model)
         self.optimizer.load_state_dict(optimizer)
 
+    def load_part(self):
+        self.model.load_state_dict(self.saved[0])
+
     def begin_anew(self):
         saved = self.saved
         self.__init__()
@@ -81,14 +84,20 @@ class Spread(Plain):
 
     def save(self, folder):
         super().save(folder)
+        self.part = copy.deepcopy(self.model.local_state_dict())
         smp.save_checkpoint(str(folder), "t", model=self.model, optimizer=self.optimizer)
 
     def resume(self, folder):
         smp.resume_from_checkpoint(str(folder))
 
+    def load_part(self):
+        self.model.load_state_dict(self.part)
+
     def begin_anew(self):
+        part = self.part
         smp.shutdown()
         super().begin_anew()
+        self.part = part
 
 
 def rate_after_resuming(run, folder):
@@ -115,6 +124,56 @@ def scheduler_after_loading(run, folder):
 def group_added_after_loading(run, folder):
     run.optimizer.load_state_dict(run.saved[1])
     run.optimizer.add_param_group({"params": [torch.zeros(2, requires_grad=True)], "lr": 0.5})
+
+
+def write(module):
+    """As scripts do: a new head, a row of zeros, a part that builds on what was loaded."""
+    nn.init.constant_(module.second.weight, 0.25)
+    module.second.bias.data.copy_(torch.ones(1))
+    with torch.no_grad():
+        module.first.weight[2].zero_()
+        module.first.bias.mul_(0.5)
+
+
+def values_after_resuming(run, folder):
+    run.resume(folder)
+    write(run.module)
+
+
+def values_after_a_part(run, folder):
+    run.load_part()
+    write(run.module)
+
+
+def state_after_resuming(run, folder):
+    run.resume(folder)
+    run.model.load_state_dict({key: torch.full_like(value, 0.5) for key, value in run.saved[0].items()})
+
+
+def part_after_resuming_and_a_copy(run, folder):
+    """The copy that the script makes has what was resumed."""
+    run.resume(folder)
+    average = copy.deepcopy(run.module.state_dict())
+    run.load_part()
+    for key, value in run.module.state_dict().items():
+        value.add_(average[key], alpha=0.25)
+
+
+def _other_momentum(run):
+    given = copy.deepcopy(run.saved[1])
+    for items in given["state"].values():
+        items["momentum_buffer"].fill_(3.0)
+    return given
+
+
+def optimizer_before_resuming(run, folder):
+    run.optimizer.load_state_dict(_other_momentum(run))
+    run.resume(folder)
+
+
+def optimizer_after_resuming(run, folder):
+    run.resume(folder)
+    run.optimizer.load_state_dict(_other_momentum(run))
 
 
 def both(case, folder):
@@ -149,6 +208,16 @@ def run_cases(rank, folder, cases):
 OPTIONS = [rate_after_resuming, rate_after_loading, scheduler_after_loading, group_added_after_loading]
 
 
+ORDER = [
+    values_after_resuming,
+    values_after_a_part,
+    state_after_resuming,
+    part_after_resuming_and_a_copy,
+    optimizer_before_resuming,
+    optimizer_after_resuming,
+]
+
+
 def check_cases(tmp_path, cases):
     for results in run_workers(run_cases, 2, tmp_path, cases):
         for name, ((state, options), (expected, expected_options)) in results.items():
@@ -159,6 +228,44 @@ def check_cases(tmp_path, cases):
 
 def test_options_that_a_script_sets_after_loading_stay(tmp_path):
     check_cases(tmp_path, OPTIONS)
+
+
+def test_of_what_is_loaded_and_written_the_last_counts(tmp_path):
+    """The first step put what had been resumed over what the script had written since, and an optimizer's state over a later one."""
+    check_cases(tmp_path, ORDER)
+
+
+def masters_after_resuming(rank, folder, path):
+    def begin():
+        smp.init({"pipeline_parallel_degree": 2, "microbatches": MICROBATCHES, "bf16": True})
+        torch.manual_seed(0)
+        model = smp.DistributedModel(Net())
+        return model, smp.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+
+    model, optimizer = begin()
+    train_step(model, batch(0).bfloat16())
+    optimizer.step()
+    smp.save_checkpoint(path, "t", model=model, optimizer=optimizer)
+    smp.shutdown()
+    model, optimizer = begin()
+    smp.resume_from_checkpoint(path)
+    resumed = {key: value.clone() for key, value in model.state_dict().items()}
+    write(model.get_module())
+    expected = {key: value.clone() for key, value in model.get_module().state_dict().items()}
+    optimizer.param_groups[0]["lr"] = 0.0
+    train_step(model, batch(1).bfloat16())
+    optimizer.step()
+    found = model.state_dict()
+    smp.shutdown()
+    return resumed, expected, found
+
+
+def test_masters_that_were_loaded_take_what_the_script_has_written_since(tmp_path):
+    """They were rounded into the parameters in the first step."""
+    for resumed, expected, found in run_workers(masters_after_resuming, 2, tmp_path, tmp_path / "run"):
+        for key, value in expected.items():
+            assert not torch.equal(resumed[key], value), key
+            assert torch.equal(found[key], value), key
 
 
 def wrong_groups(rank, folder):

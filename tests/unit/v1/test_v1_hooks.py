@@ -11,43 +11,42 @@ from smpc.v1.steps.context import ModelHooks
 
 def make():
     log, script = [], Script()
-    script.optimizer = SimpleNamespace(
-        load_deferred=lambda: log.append("optimizer"), tell_others=lambda: log.append("told")
-    )
+    script.optimizer = SimpleNamespace(prepare=lambda: log.append("optimizer"), tell_others=lambda: log.append("told"))
     return ModelHooks("model", script), script, log
 
 
-def test_loads_come_first_then_the_optimizers_then_hooks_in_their_order():
+def test_loads_come_first_then_hooks_each_in_their_order():
     hooks, script, log = make()
     hooks.register_post_partition(lambda *given: log.append(("first", *given)))
-    hooks.deferred.append(lambda: log.append("load"))
+    hooks.defer(lambda: log.append("load"), has_masters=False)
+    hooks.defer(lambda: log.append("later load"), has_masters=False)
     removed = hooks.register_post_partition(lambda *given: log.append("removed"))
     hooks.register_post_partition(lambda *given: log.append("second"))
     removed.remove()
     hooks.run()
-    assert log == ["load", "optimizer", "told", ("first", "model", script.optimizer), "second"]
+    assert log == ["optimizer", "load", "later load", "told", ("first", "model", script.optimizer), "second"]
 
 
 def test_what_a_load_will_fill_is_not_read_before():
     hooks, script, _ = make()
-    hooks.defer(lambda: None, "model")
-    script.check_filled("optimizer.state_dict", "optimizer")
+    script.check_filled("optimizer.state_dict")
+    hooks.defer(lambda: None, has_masters=False)
     with pytest.raises(
-        UsageError, match="save_checkpoint: the state of the model that was loaded is filled in by the first step"
+        UsageError, match="save_checkpoint: the state of the optimizer that was loaded is filled in by the first step"
     ):
-        script.check_filled("save_checkpoint", "model", "optimizer")
-    hooks.register_post_partition(lambda *given: script.check_filled("model.state_dict", "model"))
+        script.check_filled("save_checkpoint")
+    hooks.register_post_partition(lambda *given: script.check_filled("optimizer.state_dict"))
     hooks.run()
 
 
 def test_a_hook_that_comes_after_the_cut_runs_at_once_and_a_load_once():
     hooks, script, log = make()
-    hooks.deferred.append(lambda: log.append("load"))
+    hooks.defer(lambda: log.append("load"), has_masters=False)
     hooks.run()
     script.optimizer = None
     hooks.register_post_partition(lambda *given: log.append(given))
-    assert log == ["load", "optimizer", "told", ("model", None)]
-    assert hooks.deferred == []
+    assert log == ["optimizer", "load", "told", ("model", None)]
+    assert hooks.early == []
 
 
 def test_after_the_first_step_the_optimizer_of_now_is_given():

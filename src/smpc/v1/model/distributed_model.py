@@ -360,7 +360,6 @@ class DistributedModel(ShownModel, TensorParallelModel, ObservedModel, NotWrappe
         The next step moves every rank's part back to its device.
         """
         state.check_current(self._context.session, "smp.DistributedModel")
-        state.script_of(self).check_filled("model.cpu", "model")
         self._exchange.to_cpu(super().cpu)
         return self
 

@@ -80,22 +80,17 @@ class StateExchange:
             mesh, rank = context.session.mesh, context.session.rank
             return self.local.full(wanted=not only_on_rank_0 or mesh.axis_rank(Axis.MP, rank) == 0)
 
-    def load(
-        self, given: Mapping[str, Any], *, strict: bool, same_partition: bool
-    ) -> Callable[[], IncompatibleKeys] | IncompatibleKeys:
-        """Load a whole state; for a partial one, returns a function that loads it once the model is cut."""
+    def load(self, given: Mapping[str, Any], *, strict: bool, same_partition: bool) -> IncompatibleKeys:
+        """Load a whole state, or the parts that the ranks have of one; before the partition every rank gets all of it."""
         if isinstance(given, LocalStateDict):
             return self.local.load_held(given)
         if not given.get(PARTIAL, False) or self._control is None:
             return self.local.load(given, strict=strict)
-
-        def load() -> IncompatibleKeys:
-            if same_partition:
-                return self.local.load_own_part(given, strict=strict)
-            with self.watch("load_state_dict"):
-                return self.local.load_parts(given, strict=strict)
-
-        return load
+        if same_partition and self._context.is_cut:
+            return self.local.load_own_part(given, strict=strict)
+        self._context.placement.draw()
+        with self.watch("load_state_dict"):
+            return self.local.load_parts(given, strict=strict)
 
     def on_first(self, what: str, work: Callable[[], Any]) -> Any:
         """Runs `work` on the first of these ranks and returns its result, or raises its error, on all of them. Collective."""
@@ -158,29 +153,22 @@ class StatefulModel(nn.Module):
         that did not call it, after `checkpoint_timeout`. torch.distributed.checkpoint gets this rank's part (`smpc.checkpoint.stateful`).
         """
         state.check_current(self._context.session, "smp.DistributedModel")
-        state.script_of(self).check_filled("model.state_dict", "model")
         if self._context.is_cut and asked_by_torch() is not None:
             return self._exchange.local.held()
         return self._exchange.gather(only_on_rank_0=gather_to_rank0)
 
     def load_state_dict(
         self, state_dict: Mapping[str, Any], strict: bool = True, same_partition_load: bool = False
-    ) -> IncompatibleKeys | None:
+    ) -> IncompatibleKeys:
         """Load a full state dict, or this rank's partial one; call it on every rank.
 
-        Partial ones are merged over the ranks, so they may come from another partition; `same_partition_load` skips that if this rank
-        saved its own under the same partition. Partial ones are loaded once the model is partitioned; before, None is returned. Raises
-        CheckpointError, listing every key that is missing, unexpected, or of another shape or dtype; nothing is loaded then.
+        Partial ones are merged over the ranks, so they may come from another partition; `same_partition_load` skips that, once the model
+        is partitioned, if this rank saved its own under the same partition. Raises CheckpointError, listing every key that is missing,
+        unexpected, or of another shape or dtype; nothing is loaded then.
         """
         state.check_current(self._context.session, "smp.DistributedModel")
         self.spread()
-        found = self._exchange.load(state_dict, strict=strict, same_partition=same_partition_load)
-        if isinstance(found, IncompatibleKeys):
-            return found
-        if self._context.is_cut:
-            return found()
-        self._context.hooks.defer(found, "model")
-        return None
+        return self._exchange.load(state_dict, strict=strict, same_partition=same_partition_load)
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """The shape of each parameter on the ranks that hold it, by its name in the module."""
@@ -203,12 +191,11 @@ class StatefulModel(nn.Module):
         if self._pipeline is not None and not self._context.is_cut:
             self._pipeline.saved_plan = Plan.from_json(text)
 
-    def when_partitioned(self, load: Callable[[], object], *parts: str) -> None:
-        """Call `load`, which fills in `parts`, now, or in the first step as soon as the model is partitioned."""
-        if self._context.is_cut:
-            load()
-        else:
-            self._context.hooks.defer(load, *parts)
+    def when_partitioned(self, load: Callable[[], object], *, has_masters: bool) -> None:
+        """Call `load`, which fills in the optimizer's state, in the first step as soon as the model is partitioned. `has_masters`:
+        that writes parameters, too.
+        """
+        self._context.hooks.defer(load, has_masters=has_masters)
 
     def meet(self, what: str) -> Control | None:
         """Wait for the ranks that hold the model, before they exchange state; None if it is whole on each.
@@ -299,7 +286,6 @@ class ShownModel(StatefulModel):
         if session.mesh.pp_size == 1:
             self.spread()
             return method(*args, **kwargs)
-        state.script_of(self).check_filled("model.generate", "model")
         parameters = list(context.module.parameters())
         gradients = [None if gradient is None else gradient.detach() for gradient in (p.grad for p in parameters)]
         self._exchange.to_cpu(super().cpu)

@@ -49,7 +49,7 @@ from smpc.v1.model.distributed_model import DistributedModel
 from smpc.v1.optimization.equal_optimizers import OptimizerAgreement
 from smpc.v1.optimization.fused import FusedLamb, FusedNovoGrad, SessionNormGroups
 from smpc.v1.optimization.loss_scale import LossScaler, make_scaler, refuse_torchs_scaler
-from smpc.v1.optimization.optimizer_state import OptimizerState
+from smpc.v1.optimization.optimizer_state import MASTER, OptimizerState
 from smpc.v1.optimization.sharded_optimizer_state import ShardedNames, Shards, max_norm
 from smpc.v1.optimization.update_targets import Updates, is_elementwise, is_elementwise_in_trial
 from smpc.v1.session.connections import make_world_control
@@ -154,7 +154,6 @@ class DistributedOptimizer(ShardedNames):
         self._used_scale: float | None = None  # of the last backward
         self._overflow = False
         self._clipped: Tensor | None = None  # factor by which clipping has multiplied masters' gradients
-        self._deferred: Callable[[], None] | None = None
         self._max_norm = max_norm()  # the norm that `step` clips to; 0: no clipping
         self._is_late = (
             state.model is not None and state.model.has_cut
@@ -471,7 +470,7 @@ class DistributedOptimizer(ShardedNames):
         `gather_if_shard`: with sharded state, also the state that other ranks own: collective over all ranks. Otherwise only this rank's
         share.
         """
-        self._script.check_filled("optimizer.local_state_dict", "optimizer")
+        self._script.check_filled("optimizer.local_state_dict")
         self._prepare()
         return self._state.local(gather=gather_if_shard)
 
@@ -482,7 +481,7 @@ class DistributedOptimizer(ShardedNames):
         gets it, the others {}. torch.distributed.checkpoint gets this rank's part (`smpc.checkpoint.stateful`).
         """
         purpose = asked_by_torch()  # inspects the caller of this method
-        self._script.check_filled("optimizer.state_dict", "optimizer")
+        self._script.check_filled("optimizer.state_dict")
         with state.acting(self._script):
             self._prepare()
             if purpose is not None and self._state.is_ready:
@@ -498,8 +497,9 @@ class DistributedOptimizer(ShardedNames):
         CheckpointError if the state does not fit the optimizer.
         """
         if not self._state.is_ready:
-            self._deferred = self._state.load_early(state_dict)
-            self._script.awaited.add("optimizer")
+            load = self._state.load_early(state_dict)
+            masters = any(MASTER in items for items in state_dict["state"].values())
+            state.model.when_partitioned(functools.partial(self._load_late, load), has_masters=masters)
             return
         self._prepare()
         if isinstance(state_dict, LocalStateDict):
@@ -516,12 +516,13 @@ class DistributedOptimizer(ShardedNames):
         self.load_state_dict(state_dict)
 
     @_acts
-    def load_deferred(self) -> None:
-        """Load the state that was passed before the partition; the model calls it."""
+    def prepare(self) -> None:
+        """The model is partitioned, and calls it: find this rank's parameters, before states are loaded that were passed earlier."""
         self._prepare()
-        deferred, self._deferred = self._deferred, None
-        if deferred is not None:
-            deferred()
+
+    @_acts
+    def _load_late(self, load: Callable[[], None]) -> None:
+        load()
 
 
 def _check_unwrapped(optimizer: Optimizer) -> None:

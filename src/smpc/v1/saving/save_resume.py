@@ -11,8 +11,9 @@
       user_content_step300/     the rest: optimizer, random state, user_content, which smp.load reads; the model says which in there is its
       newest_full               names step300
 
-Before the first step of a pipeline the model is not partitioned. A checkpoint loaded then is compared at once, and filled in once the model
-is partitioned; with as many stages and the same model, the partition is the saving job's. Nothing is unpickled: see docs/checkpoints.md.
+Before the first step of a pipeline the model is not partitioned, and whole on each rank. A checkpoint loaded then fills the model at once;
+the optimizer's state is compared at once, and filled in once the model is partitioned. With as many stages and the same model, the
+partition is the saving job's. Nothing is unpickled: see docs/checkpoints.md.
 
 Source: public SMP v1 API ("APIs for Saving and Loading"). The keyword-only arguments are additions.
 
@@ -59,7 +60,7 @@ from smpc.checkpoint.sources.conversion_sources import TIED
 from smpc.errors import CheckpointError, ConfigError, ConfigTypeError, UsageError
 from smpc.v1.model.distributed_model import DistributedModel
 from smpc.v1.optimization.distributed_optimizer import DistributedOptimizer
-from smpc.v1.optimization.optimizer_state import KIND
+from smpc.v1.optimization.optimizer_state import KIND, MASTER, SEPARATOR
 from smpc.v1.saving import data_position, full
 from smpc.v1.saving.data_position import StatefulData, check_data
 from smpc.v1.session.connections import job_store
@@ -389,13 +390,17 @@ def _resume_contents(
         kinds = [VALUES, *(["model"] if with_model else []), *([KIND] if optimizer is not None else [])]
         verify_source(checkpoint, found.channel, kinds)  # from here on things change
         _use_plan(model, checkpoint)
-        into, verified = model if with_model else None, model.partitioned
-        model.when_partitioned(
-            lambda: _fill_from_checkpoint(folder, into, optimizer, only_masters, strict, verified, found),
-            *(["model"] if with_model else []),
-            *(["optimizer"] if optimizer is not None else []),
-        )
-        if optimizer is not None and not verified and not only_masters:
+        into, is_late = model if with_model else None, optimizer is not None and not model.partitioned
+        if into is not None or not is_late:
+            now = None if is_late else optimizer
+            _fill_from_checkpoint(folder, into, now, only_masters, strict, True, found)
+        if is_late:
+            masters = any(kind == KIND and name.endswith(f"{SEPARATOR}{MASTER}") for kind, name in checkpoint.entries)
+            model.when_partitioned(
+                lambda: _fill_from_checkpoint(folder, None, optimizer, only_masters, strict, False, found),
+                has_masters=masters,
+            )
+        if optimizer is not None and is_late and not only_masters:
             optimizer.checkpoint_state.install_options(checkpoint.metadata["optimizer"])
         model.checkpoint_state.load_extra(checkpoint.metadata.get("extra_state", {}))
         data_position.restore(checkpoint, data, state.session, found.channel)
@@ -417,7 +422,7 @@ def _fill_from_checkpoint(
     verified: bool,
     found: Checkpointer,
 ) -> None:
-    """Load all tensors, everything or nothing; later than `_resume_contents` if the model is not partitioned yet. Collective."""
+    """Load all tensors, everything or nothing; those of the optimizer once the model is partitioned. Collective."""
     with Checkpoint.open(folder) as checkpoint:
         shards: list[Shard] = [] if model is None else model.checkpoint_state.shards()
         kinds = [] if model is None else ["model"]
@@ -457,8 +462,8 @@ def _saved_content(
     metadata: dict[str, Any] = {"topology": describe_topology(session)}
     rank_state = capture_random_state(session) | data_position.capture(data)
     shards: list[Shard] = []
-    parts = [*(["model"] if model is not None else []), *(["optimizer"] if optimizer is not None else [])]
-    state.acting_script.check_filled("save_checkpoint", *parts)
+    if optimizer is not None:
+        state.acting_script.check_filled("save_checkpoint")
     if model is not None:
         model.checkpoint_state.before_saving()
         shards += model.checkpoint_state.shards()

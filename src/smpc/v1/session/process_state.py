@@ -87,15 +87,14 @@ class Script:
         self.optimizer: Any = None  # the smp.DistributedOptimizer
         self.untold: Any = None  # the same, until it has been compared with the other ranks'
         self.scaler: Any = None  # the smp.amp.GradScaler
-        self.awaited: set[str] = set()  # "model", "optimizer": their state is loaded, and the first step fills it in
+        self.awaits_optimizer = False  # its state is loaded, and the first step fills it in
 
-    def check_filled(self, what: str, *parts: str) -> None:
-        """Raise UsageError if `what` would read state that only the first step fills in."""
-        awaited = [part for part in parts if part in self.awaited]
-        if awaited:
+    def check_filled(self, what: str) -> None:
+        """Raise UsageError if `what` would read the optimizer's state, and only the first step fills it in."""
+        if self.awaits_optimizer:
             raise UsageError(
-                f"{what}: the state of the {' and of the '.join(awaited)} that was loaded is filled in by the first step, which partitions "
-                "the model; until then there are the values from before loading: call this after the first step, or in a hook of "
+                f"{what}: the state of the optimizer that was loaded is filled in by the first step, which partitions the model; until "
+                "then there are the values from before loading: call this after the first step, or in a hook of "
                 "model.register_post_partition_hook"
             )
 

@@ -5,11 +5,14 @@ Terms
     divisor   what gradients are divided by, beside the loss scale
     cut       by the first step, a model with a pipeline; from the start, one without
 
-`ModelHooks` is work that waits for the partition of a model, or for the end of its first step: states loaded earlier, and hooks of the
-script.
+`ModelHooks` is work that waits for the partition of a model, or for the end of its first step: optimizer states loaded earlier, and
+hooks of the script.
 
-    register_post_partition_hook, load_state_dict before the first step ... first step: cut, `run`, then the program
-    register_post_step_hook                                             ... after the first step
+    register_post_partition_hook, states of the optimizer before the first step ... first step: cut, `run`, then the program
+    register_post_step_hook                                                     ... after the first step
+
+States come in the order in which they were loaded. Their fp32 masters are parameters' values, too: a parameter that the script has
+written since then keeps what was written, as it came last.
 
 A hook gets the model and the script's DistributedOptimizer, None if there is none.
 """
@@ -21,14 +24,16 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from smpc.executor.failure.start import StartPhase
 from smpc.observe.observer import Observer
+from smpc.sharding.tensors import local
 from smpc.v1.layout.compiled_tensors import CompiledTensors
 from smpc.v1.layout.experts import DividedExperts
-from smpc.v1.layout.placement import Placement
+from smpc.v1.layout.placement import Placement, digest_of
 from smpc.v1.layout.tensor_parallel import Distribution
 from smpc.v1.session.precision import Precision
 from smpc.v1.session.process_state import Script, Session
@@ -44,6 +49,39 @@ if TYPE_CHECKING:
 Hook = Callable[[Any, Any], Any]
 
 
+Mark = tuple[int, str] | None  # changes when a parameter is written, also through `.data`; None if it has no values yet
+
+
+def _mark(parameter: Tensor) -> Mark:
+    return None if parameter.is_meta else (parameter._version, digest_of(parameter))
+
+
+@dataclass(slots=True)
+class EarlyLoad:
+    """A state that was loaded before the partition. `marks`: by name, of the parameters that it writes, from when it was loaded.
+
+    `kept`: the parameters that the script has written since.
+    """
+
+    load: Callable[[], object]
+    marks: dict[str, Mark]
+    kept: tuple[str, ...] = ()
+
+    def look(self, model: nn.Module) -> None:
+        """Before the partition: which parameters were written."""
+        pairs = ((name, self.marks.get(name), parameter) for name, parameter in model.named_parameters())
+        self.kept = tuple(name for name, mark, parameter in pairs if mark is not None and mark != _mark(parameter))
+
+    @torch.no_grad()
+    def run(self, model: Any) -> None:
+        """Load it."""
+        own = dict(model.local_named_parameters()) if self.kept else {}
+        values = {name: local(own[name]).detach().clone() for name in self.kept if name in own}
+        self.load()
+        for name, value in values.items():
+            local(own[name]).copy_(value)
+
+
 class ModelHooks:
     """The hooks of `model`, the DistributedModel."""
 
@@ -51,7 +89,7 @@ class ModelHooks:
         self._model, self._script = model, script
         self._post_partition: OrderedDict[int, Hook] = OrderedDict()  # RemovableHandle wants this class
         self._post_step: OrderedDict[int, Hook] = OrderedDict()
-        self.deferred: list[Callable[[], object]] = []  # states loaded before the partition
+        self.early: list[EarlyLoad] = []
         self.have_run = self.have_stepped = False
 
     def register_post_partition(self, hook: Hook) -> RemovableHandle:
@@ -70,23 +108,30 @@ class ModelHooks:
             hook(self._model, self._script.optimizer)
         return handle
 
-    def defer(self, load: Callable[[], object], *parts: str) -> None:
-        """Call `load` in the first step; it fills in `parts`, the model or the optimizer."""
-        self.deferred.append(load)
-        self._script.awaited.update(parts)
+    def defer(self, load: Callable[[], object], *, has_masters: bool) -> None:
+        """Call `load` in the first step; it fills in the optimizer's state, with masters parameters, too."""
+        marks = {name: _mark(parameter) for name, parameter in self._model.named_parameters()} if has_masters else {}
+        self.early.append(EarlyLoad(load, marks))
+        self._script.awaits_optimizer = True
+
+    def before_partition(self) -> None:
+        """In the first step, while parameters are where the script has written them."""
+        for early in self.early:
+            early.look(self._model)
 
     def run(self) -> None:
         """In the first step, once the model is cut and before anything runs."""
         enter(StartPhase.STEP, "running it")
         self.have_run = True
-        deferred, self.deferred = self.deferred, []
-        for load in deferred:
-            load()
         optimizer = self._script.optimizer
         if optimizer is not None:
-            optimizer.load_deferred()
+            optimizer.prepare()
+        loads, self.early = self.early, []
+        for early in loads:
+            early.run(self._model)
+        if optimizer is not None:
             optimizer.tell_others()  # the optimizer reported before this step may differ from the loaded one
-        self._script.awaited.clear()
+        self._script.awaits_optimizer = False
         for hook in list(self._post_partition.values()):
             hook(self._model, optimizer)
 

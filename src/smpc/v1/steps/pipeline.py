@@ -502,6 +502,7 @@ class Pipeline:
 
     def _partition(self, request: StepRequest | None, failure: Exception | None) -> None:
         """The first program of all; collective over all ranks of all replicas."""
+        self._context.hooks.before_partition()
         own = None if request is None else (request.signature, request.inputs[0])
         self._add(self._compiler.first_signature(own, failure), None if request is None else request.inputs[0])
         self._last = self.plan.stages[-1].rank
