@@ -131,8 +131,15 @@ def context_source(grad_enabled: bool, autocast: Autocast | None) -> str:
     """The `with` items that restore grad mode and autocast; "" where nothing differs from the surroundings."""
     items = [] if grad_enabled else ["torch.no_grad()"]
     if autocast is not None:
-        items.append(f"torch.autocast({autocast.device_type!r}, torch.{autocast.dtype}, enabled={autocast.enabled})")
+        caches = "" if autocast.caches else ", cache_enabled=False"
+        items.append(
+            f"torch.autocast({autocast.device_type!r}, torch.{autocast.dtype}, enabled={autocast.enabled}{caches})"
+        )
     return ", ".join(items)
+
+
+# Around several contexts in which torch casts each parameter once: it changes nothing, but torch forgets the casts only at its end.
+AUTOCAST_SCOPE = "torch.autocast('cpu', enabled=torch.is_autocast_enabled('cpu'))"
 
 
 def _function_source(node: Node, name_of: Namer) -> str:

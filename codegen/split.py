@@ -24,12 +24,14 @@ Nodes that neither reach the model's output nor have an effect are dead and not 
 from __future__ import annotations
 
 import builtins
+import itertools
 import keyword
 import unicodedata
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from smpc.codegen.printer import (
+    AUTOCAST_SCOPE,
     attribute_source,
     call_source,
     context_source,
@@ -141,6 +143,7 @@ class _Statement:
     """One line of a stage: `text` needs the variables in `reads` and defines those in `defines`.
 
     A region's line calls the function of the name `function`, whose statements are `body`; it takes `reads` and returns `defines`.
+    `scopes`: of autocast, of what the line runs.
     """
 
     text: str
@@ -149,6 +152,7 @@ class _Statement:
     context: str = ""
     function: str = ""
     body: tuple[_Statement, ...] = ()
+    scopes: tuple[int, ...] = ()
 
 
 @dataclass(slots=True)
@@ -281,7 +285,8 @@ class _StageWriter:
         defines = tuple(program.variables[name] for name in results)
         call = call_of(function, reads)
         text = f"{', '.join(defines)} = {call}" if defines else call
-        self.statements.append(_Statement(text, reads, defines, function=function, body=body))
+        scopes = tuple(dict.fromkeys(scope for statement in body for scope in statement.scopes))
+        self.statements.append(_Statement(text, reads, defines, function=function, body=body, scopes=scopes))
 
     def _is_of_a_unit(self, region: Region) -> bool:
         """Whether a region is made by calling a unit, whose class checkpoints by itself."""
@@ -380,6 +385,7 @@ class _StageWriter:
                 self._variables(node.inputs),
                 () if statement else (self.program.variables[node.name],),
                 context_source(node.grad_enabled, node.autocast),
+                scopes=_scopes_of([node]),
             )
         )
         self.available[node.name] = None
@@ -389,6 +395,7 @@ class _StageWriter:
         text = call_source(call.fqn, call.arguments, call.argument_leaves, self._name, bare=call.bare)
         reads = self._variables(references(call.argument_leaves))
         context = context_source(call.grad_enabled, call.autocast)
+        scopes = _scopes_of([call, *self.program.trace.nodes[call.first : call.last]])
         found: dict[str, str] = {}  # node -> path in the output
         for leaf, path in zip(call.output_leaves, call.output.paths(), strict=True):
             if isinstance(leaf, Ref) and leaf.name not in self.available:
@@ -397,14 +404,17 @@ class _StageWriter:
         variables = self.program.variables
         if len(found) == 1:
             (name, path) = next(iter(found.items()))
-            self.statements.append(_Statement(f"{variables[name]} = {text}{path}", reads, (variables[name],), context))
+            defines = (variables[name],)
+            self.statements.append(_Statement(f"{defines[0]} = {text}{path}", reads, defines, context, scopes=scopes))
         elif not found:
-            self.statements.append(_Statement(text, reads, (), context))
+            self.statements.append(_Statement(text, reads, (), context, scopes=scopes))
         else:
             whole = self.program.new_variable(f"{call.fqn.replace('.', '_')}_output")
-            self.statements.append(_Statement(f"{whole} = {text}", reads, (whole,), context))
+            self.statements.append(_Statement(f"{whole} = {text}", reads, (whole,), context, scopes=scopes))
             for name, path in found.items():
-                self.statements.append(_Statement(f"{variables[name]} = {whole}{path}", (whole,), (variables[name],)))
+                part = _Statement(f"{variables[name]} = {whole}{path}", (whole,), (variables[name],))
+                part.context, part.scopes = (context, scopes) if scopes else ("", ())
+                self.statements.append(part)
         self.available.update(dict.fromkeys(found))
 
     def _is_used_outside(self, name: str, first: int, last: int) -> bool:
@@ -462,12 +472,16 @@ def _function_body(
     for position, statement in enumerate(statements):
         last_use.update(dict.fromkeys((*statement.reads, *statement.defines), position))
     kept = dict.fromkeys(results)
-    context = ""
+    context: tuple[str, tuple[int, ...]] = "", ()
+    first, last = _autocast_spans(statements)
     for position, statement in enumerate(statements):
-        if statement.context and statement.context != context:
+        if position in first:
+            yield f"{indent}with {AUTOCAST_SCOPE}:"
+            indent, context = indent + " " * 4, ("", ())
+        if statement.context and (statement.context, statement.scopes) != context:
             yield f"{indent}with {statement.context}:"
-        context = statement.context
-        inner = indent + " " * (4 if context else 0)
+        context = statement.context, statement.scopes
+        inner = indent + " " * (4 if statement.context else 0)
         if statement.function:
             yield f"{inner}def {statement.function}({', '.join(statement.reads)}):"
             yield from _function_body(statement.body, statement.reads, statement.defines, inner + " " * 4)
@@ -478,3 +492,30 @@ def _function_body(
         dead = [name for name in names if last_use[name] == position and name not in kept]
         if dead:
             yield f"{inner}del {', '.join(dead)}"
+        if position in last:
+            indent, context = indent[:-4], ("", ())
+
+
+def _scopes_of(recorded: Iterable[Node | ModuleCall]) -> tuple[int, ...]:
+    """The scopes of autocast of nodes and calls, in their order."""
+    return tuple(dict.fromkeys(each.autocast.scope for each in recorded if each.autocast and each.autocast.scope))
+
+
+def _autocast_spans(statements: Sequence[_Statement]) -> tuple[frozenset[int], frozenset[int]]:
+    """The first and the last statements of scopes of autocast that one context does not hold together."""
+    spans: dict[int, list[int]] = {}
+    for position, statement in enumerate(statements):
+        for scope in statement.scopes:
+            spans.setdefault(scope, []).append(position)
+    found: list[tuple[int, int]] = []
+    for positions in spans.values():
+        first, last = positions[0], positions[-1]
+        contexts = {(statement.context, statement.scopes) for statement in statements[first : last + 1]}
+        if first != last and not (len(contexts) == 1 and statements[first].context):
+            found.append((first, last))
+    if any(after <= last for (_, last), (after, _) in itertools.pairwise(sorted(found))):
+        raise CodegenError(
+            "expected every autocast of the model to end in the module, or in the checkpointed region, that it begins in, found one "
+            "that goes on; enter it with `with` in one forward, or have the module called whole (smpc.mark_leaf)"
+        )
+    return frozenset(first for first, _ in found), frozenset(last for _, last in found)

@@ -37,6 +37,7 @@ from smpc.tracer.operations.values import DataSized, SizeAskedError
 from smpc.tracer.patches import Functions, Transforms, call_script, looking, without_compiling
 from smpc.tracer.recording.recorder import Recorder, current_recorder
 from smpc.tracer.recording.untraceable import UntraceableError, call_model, innermost_line
+from smpc.tracer.replay import entered
 from smpc.tracer.state.fakes import installed, make_fakes
 from smpc.tracer.state.python_state import PythonState
 
@@ -142,10 +143,9 @@ def record_once(subject: Subject) -> Attempt:
         stack.enter_context(_quiet())
         stack.enter_context(noting_reads(recorder.reads, model))
         stack.enter_context(recorder)
-        autocast = request.autocast
-        if autocast is not None:
-            dtype = getattr(torch, autocast.dtype)
-            stack.enter_context(torch.autocast(autocast.device_type, dtype, autocast.enabled))
+        stack.enter_context(recorder.modes_of_calls.watching())
+        if request.autocast is not None:
+            stack.enter_context(entered(request.autocast))
         stack.enter_context(recorder.watch.active(mode))
         try:
             output = _called_model(recorder, subject, args, kwargs)

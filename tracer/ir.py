@@ -227,11 +227,16 @@ class NodeKind(StrEnum):
 @register
 @dataclass(frozen=True, slots=True)
 class Autocast:
-    """Autocast state that differs from the one around the trace."""
+    """Autocast state that differs from the one around the trace.
+
+    Within a `scope` torch casts each parameter once: from the beginning of an outermost autocast of the model to its end. 0: unknown.
+    """
 
     device_type: str
     dtype: str
     enabled: bool
+    caches: bool = True
+    scope: int = field(default=0, repr=False)  # not repr: blocks of a model are alike but for it
 
 
 class _Inputs:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -75,11 +75,13 @@ def replay(
     values: dict[str, Any] = {
         node.name: read_attribute(model, node.target) for node in trace.nodes if node.kind is NodeKind.GET_ATTR
     }
-    for position, node in enumerate(trace.nodes):
-        watch(position, values, False)
-        if node.kind is not NodeKind.GET_ATTR:
-            values[node.name] = _evaluate_node(node, values, inputs, model, device)
-        watch(position, values, True)
+    with _AutocastScope() as scope:
+        for position, node in enumerate(trace.nodes):
+            watch(position, values, False)
+            if node.kind is not NodeKind.GET_ATTR:
+                scope.enter(node.autocast)
+                values[node.name] = _evaluate_node(node, values, inputs, model, device)
+            watch(position, values, True)
     return trace.output.unflatten(resolved(leaf, values, device) for leaf in trace.output_leaves)
 
 
@@ -172,6 +174,26 @@ def read_attribute(model: nn.Module, path: str) -> Any:
     return item_of(value, key) if key else value
 
 
+class _AutocastScope:
+    """Keeps torch's casts of parameters from the first node of a scope of autocast to the first of another."""
+
+    def __init__(self) -> None:
+        self._number, self._stack = 0, ExitStack()
+
+    def __enter__(self) -> _AutocastScope:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._stack.close()
+
+    def enter(self, autocast: Autocast | None) -> None:
+        """The next node is evaluated under this autocast."""
+        if autocast is not None and autocast.scope not in (0, self._number):
+            self._stack.close()
+            self._number = autocast.scope
+            self._stack.enter_context(torch.autocast("cpu", enabled=torch.is_autocast_enabled("cpu")))
+
+
 @contextmanager
 def context(grad_enabled: bool, autocast: Autocast | None) -> Iterator[None]:
     """The grad mode and autocast state under which a node was recorded."""
@@ -179,8 +201,14 @@ def context(grad_enabled: bool, autocast: Autocast | None) -> Iterator[None]:
         if autocast is None:
             yield
             return
-        with torch.autocast(autocast.device_type, getattr(torch, autocast.dtype), autocast.enabled):
+        with entered(autocast):
             yield
+
+
+def entered(autocast: Autocast) -> torch.autocast:
+    """torch's context of this state."""
+    dtype, caches = getattr(torch, autocast.dtype), None if autocast.caches else False
+    return torch.autocast(autocast.device_type, dtype, autocast.enabled, cache_enabled=caches)
 
 
 def resolved(tree: Any, values: Mapping[str, Any], device: torch.device) -> Any:

@@ -152,3 +152,47 @@ def test_misuse():
     with pytest.raises(ConfigError, match="init_scale above 0, found -1"):
         smp.amp.GradScaler(init_scale=-1.0)
     smp.shutdown()
+
+
+class Reused(nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.again, self.out = nn.Linear(16, 16), nn.Linear(16, 16), nn.Linear(16, 4)
+
+    def forward(self, x):
+        return self.out(self.again(self.again(self.first(x)).tanh()))
+
+
+@smp.step
+def uncached_step(model, x):
+    with torch.autocast("cpu", torch.bfloat16, cache_enabled=False):
+        output = model(x)
+    loss = output.float().square().mean()
+    model.backward(loss)
+    return loss
+
+
+def uncached(rank, folder):
+    smp.init({"pipeline_parallel_degree": 2, "microbatches": 2, "auto_partition": False, "default_partition": 0})
+    module = Reused()
+    with smp.partition(1):
+        module.out = nn.Linear(16, 4)
+    module.load_state_dict(Reused().state_dict())
+    model = smp.DistributedModel(module)
+    uncached_step(model, torch.linspace(-1, 1, 64).view(4, 16))
+    found = {name: p.grad for name, p in model.local_named_parameters()}
+    smp.shutdown()
+    return found
+
+
+def test_a_step_functions_autocast_without_a_cache_has_none(tmp_path):
+    """It had one in the pipeline: a weight that is used twice was cast once."""
+    plain = Reused()
+    for part in torch.linspace(-1, 1, 64).view(4, 16).chunk(2):
+        with torch.autocast("cpu", torch.bfloat16, cache_enabled=False):
+            output = plain(part)
+        (output.float().square().mean() / 2).backward()
+    found = {name: grad for each in run_workers(uncached, 2, tmp_path) for name, grad in each.items()}
+    for name, parameter in plain.named_parameters():
+        assert torch.equal(found[name], parameter.grad), name

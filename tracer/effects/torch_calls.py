@@ -38,6 +38,7 @@ it found, threads that overlap would leave it set for good: the last to leave wo
 
 from __future__ import annotations
 
+import dataclasses
 import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping
@@ -222,19 +223,48 @@ class CallModes:
 
     def __init__(self, device: torch.device) -> None:
         self._begun = {kind: _autocast(kind) for kind in dict.fromkeys(("cpu", device.type))}
+        self._scope, self._is_over = 0, True
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """Notes where torch forgets what it has cast: at the end of an outermost autocast, and where it is told to."""
+        decrement, clear = torch.autocast_decrement_nesting, torch.clear_autocast_cache
+        around = torch.autocast_increment_nesting() - 1
+        decrement()
+
+        def ending() -> int:
+            nesting: int = decrement()
+            self._is_over = self._is_over or nesting <= around
+            return nesting
+
+        def clearing() -> None:
+            self._is_over = True
+            clear()
+
+        torch.autocast_decrement_nesting, torch.clear_autocast_cache = ending, clearing
+        try:
+            yield
+        finally:
+            torch.autocast_decrement_nesting, torch.clear_autocast_cache = decrement, clear
 
     def now(self) -> tuple[bool, Autocast | None]:
         """Whether gradients are recorded, and the autocast that the model has set; None if it is the one of the beginning."""
         for kind, begun in self._begun.items():
             autocast = _autocast(kind)
             if autocast != begun:
-                return torch.is_grad_enabled(), autocast
+                return torch.is_grad_enabled(), self._in_scope(autocast) if autocast.enabled else autocast
         return torch.is_grad_enabled(), None
+
+    def _in_scope(self, autocast: Autocast) -> Autocast:
+        if self._is_over:
+            self._scope, self._is_over = self._scope + 1, False
+        return dataclasses.replace(autocast, scope=self._scope)
 
 
 def _autocast(kind: str) -> Autocast:
     dtype = str(torch.get_autocast_dtype(kind)).removeprefix("torch.")
-    return Autocast(kind, dtype, torch.is_autocast_enabled(kind))
+    is_enabled = torch.is_autocast_enabled(kind)
+    return Autocast(kind, dtype, is_enabled, not is_enabled or torch.is_autocast_cache_enabled())
 
 
 Note = Callable[[Any, tuple[Any, ...], Mapping[str, Any], Any], None]  # operation, arguments, keyword arguments, result

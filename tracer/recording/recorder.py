@@ -106,7 +106,7 @@ class Recorder(TorchFunctionMode):
         self._model, self._names, self._saved = model, NodeNames(), list[int]()
         self.watch = EffectWatch(self, model, closely)
         self._inputs: tuple[Structure, tuple[Any, ...]] = (Structure(), ())
-        self._modes = CallModes(device)
+        self.modes_of_calls = CallModes(device)
         self._state_storage = [self._tensors.storage(fake) for fake in state.fakes]
         self._state_storages = frozenset(self._state_storage)
 
@@ -316,7 +316,7 @@ class Recorder(TorchFunctionMode):
     def _add_measured(self, node: Node, out: Any) -> None:
         """Adds the node of a call that has just returned `out`, with the measurements of the meter and of autograd's hooks."""
         spec, storage = self._described(out)
-        grad_enabled, autocast = self._modes.now()
+        grad_enabled, autocast = self.modes_of_calls.now()
         self.nodes.append(
             dataclasses.replace(
                 node,
@@ -440,7 +440,7 @@ class Recorder(TorchFunctionMode):
             leaves, opened.arguments = flatten((args, dict(kwargs)))
             opened.leaves = tuple(self._argument(leaf, None) for leaf in leaves)
             opened.given = frozenset(id(leaf) for leaf in leaves if isinstance(leaf, torch.Tensor))
-            opened.grad_enabled, opened.autocast = self._modes.now()
+            opened.grad_enabled, opened.autocast = self.modes_of_calls.now()
         self.calls.append(None)
         self.open.append(opened)
         self.watch.enter(opened)
@@ -643,7 +643,7 @@ class Recorder(TorchFunctionMode):
                 continue
             part = self._names.unique(f"{name}_{key}")
             spec, storage = self._described(item)
-            grad_enabled, autocast = self._modes.now()
+            grad_enabled, autocast = self.modes_of_calls.now()
             node = Node(
                 part, NodeKind.CALL_FUNCTION, targets.GETITEM, (Ref(name), key), (), spec, storage, self._call_index
             )

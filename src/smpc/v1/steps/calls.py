@@ -42,7 +42,8 @@ def autocast_of_step_function() -> Autocast | None:
     """The autocast that is on here, if one is."""
     for kind in ("cuda", "cpu"):
         if torch.is_autocast_enabled(kind):
-            return Autocast(kind, str(torch.get_autocast_dtype(kind)).removeprefix("torch."), True)
+            dtype = str(torch.get_autocast_dtype(kind)).removeprefix("torch.")
+            return Autocast(kind, dtype, True, torch.is_autocast_cache_enabled())
     return None
 
 
