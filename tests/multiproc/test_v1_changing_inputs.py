@@ -120,3 +120,45 @@ def test_replicas_average_what_the_first_step_did_not_use(tmp_path):
     for rank, result in enumerate(results):
         for name, gradient in result.items():
             torch.testing.assert_close(gradient, gradients[0][name] + gradients[1][name], msg=f"{name} on {rank}")
+
+
+@smp.step
+def step_by_square(model, x):
+    loss = model(x).square().mean()
+    model.backward(loss)
+    return loss
+
+
+UNEVEN = 1  # the batch that does not divide
+
+
+def skips_uneven(rank, folder):
+    smp.init({"microbatches": 2, "ddp": True})
+    torch.manual_seed(0)
+    model = smp.DistributedModel(nn.Linear(6, 2))
+    optimizer = smp.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+    for number in range(4):
+        optimizer.zero_grad()
+        x = torch.full((4 - (number == UNEVEN), 6), 1.0 + number + rank)
+        try:
+            step_by_square(model, x)
+        except StepError:
+            assert number == UNEVEN
+            continue
+        optimizer.step()
+    return model.state_dict()
+
+
+def test_a_script_may_skip_a_batch_that_does_not_divide(tmp_path):
+    """The error told the other replicas that this one had failed, so the next step of each was a PeerError."""
+    torch.manual_seed(0)
+    plain = nn.Linear(6, 2)
+    optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
+    for number in (each for each in range(4) if each != UNEVEN):
+        optimizer.zero_grad()
+        x = torch.cat([torch.full((4, 6), 1.0 + number + rank) for rank in range(2)])
+        plain(x).square().mean().backward()
+        optimizer.step()
+    for found in run_workers(skips_uneven, 2, tmp_path):
+        for key, expected in plain.state_dict().items():
+            torch.testing.assert_close(found[key], expected)

@@ -150,23 +150,33 @@ class Single:
     def step(self, body: StepBody, own: Callable[[], Arguments], watch: StepWatch) -> tuple[Any, int]:
         """One step; returns its result and the verdict on its losses. Raises StepError for a batch that does not divide."""
         self.settle()
-        supervision, join, experts = self._context.supervision, self._context.join, self._context.experts
+        context, session = self._context, self._session
+        supervision, join, experts = context.supervision, context.join, context.experts
+        failure: Exception | None = None
+        # Outside of the guard unless it exchanges anything: no rank has begun, so a script may catch an error and go on.
+        with supervision.guard() if context.distribution.checks_batch else contextlib.nullcontext():
+            try:
+                device = session.device
+                microbatches = body.split(on_device(own(), device), session.config.microbatches, device)
+            except Exception as error:
+                if experts is None:
+                    raise
+                failure = error
         if join is not None and self._may_train(body):
             join.begin_step()
         with supervision.step():
-            with supervision.guard():
-                failure = None if experts is None else experts.agree(body.name, self._may_train(body), None)
+            if experts is not None:
+                with supervision.guard():
+                    failure = experts.agree(body.name, self._may_train(body), failure)
             if failure is not None:
-                if self._session.mesh.dp_size > self._session.mesh.ep_size:
+                if session.mesh.dp_size > session.mesh.ep_size:
                     supervision.report(failure)  # ranks outside of the group would wait for this one
                 raise failure
             with supervision.guard():
-                return self._run(body, own(), watch)
+                return self._run(body, microbatches, watch)
 
-    def _run(self, body: StepBody, arguments: Arguments, watch: StepWatch) -> tuple[object, int]:
+    def _run(self, body: StepBody, microbatches: list[Arguments], watch: StepWatch) -> tuple[object, int]:
         context = self._context
-        device = self._session.device
-        microbatches = body.split(on_device(arguments, device), self._session.config.microbatches, device)
         replicas = self._replicas if self._may_train(body) else None
         if replicas is not None:
             self.direct.close()
