@@ -3,9 +3,11 @@
 import pytest
 import torch
 from executor_harness import run_workers
+from torch import distributed as dist
 from torch import nn
 
 import smpc.v1 as smp
+from smpc.errors import ConfigError
 
 STEPS, SAMPLES, LENGTH, VOCABULARY, WIDTH = 4, 8, 5, 12, 8
 
@@ -73,3 +75,84 @@ def test_slices_and_stages_train_as_one_process(tmp_path):
             assert together[kind][0] == pytest.approx(losses, rel=1e-4)
             assert together[kind][1] == pytest.approx(norms, rel=1e-4)
             assert losses[-1] != pytest.approx(losses[0], rel=1e-3)
+
+
+class ByTheNormOfAll(torch.optim.SGD):
+    """Divides by the norm of all gradients that it sees."""
+
+    def norm(self, held):
+        return torch.stack([p.grad.norm() for p in held]).norm()
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        held = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
+        norm = self.norm(held)
+        for parameter in held:
+            parameter.grad.div_(norm)
+        super().step()
+
+
+class OfAllRanks(ByTheNormOfAll):
+    """Asks the other ranks."""
+
+    def norm(self, held):
+        square = super().norm(held).square()
+        dist.all_reduce(square)
+        return square.sqrt()
+
+
+class Clipping(torch.optim.SGD):
+    """Clips by torch's function, which counts all ranks."""
+
+    def step(self, closure=None):
+        torch.nn.utils.clip_grad_norm_([p for group in self.param_groups for p in group["params"]], 0.1)
+        super().step()
+
+
+def plain_model():
+    torch.manual_seed(5)
+    return nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 1))
+
+
+def own_norms(rank, folder):
+    found = {}
+    x = torch.linspace(-1, 1, 16).view(4, 4)
+    for kind in (ByTheNormOfAll, OfAllRanks, Clipping):
+        smp.init({"pipeline_parallel_degree": 2, "microbatches": 2})
+        model = smp.DistributedModel(plain_model())
+        optimizer = smp.DistributedOptimizer(kind(model.parameters(), lr=0.1))
+        for _ in range(2):
+            optimizer.zero_grad()
+            square_step(model, x)
+            if kind is ByTheNormOfAll:
+                with pytest.raises(ConfigError, match="ByTheNormOfAll, in which the gradient of one parameter changes"):
+                    optimizer.step()
+                break
+            optimizer.step()
+        found[kind.__name__] = model.state_dict()
+        smp.shutdown()
+    return found
+
+
+@smp.step
+def square_step(model, x):
+    loss = (model(x) - 1).square().mean()
+    model.backward(loss)
+    return loss
+
+
+def test_optimizers_that_look_at_all_gradients_are_refused_unless_they_see_those_of_all_ranks(tmp_path):
+    """Each rank divided by the norm of its own stage, without a word."""
+    found = run_workers(own_norms, 2, tmp_path)
+    x = torch.linspace(-1, 1, 16).view(4, 4)
+    for name, kind in (("OfAllRanks", ByTheNormOfAll), ("Clipping", Clipping), ("ByTheNormOfAll", None)):
+        plain = plain_model()
+        optimizer = None if kind is None else kind(plain.parameters(), lr=0.1)
+        for _ in range(2 if optimizer is not None else 0):
+            optimizer.zero_grad()
+            for part in x.chunk(2):
+                ((plain(part) - 1).square().mean() / 2).backward()
+            optimizer.step()
+        for states in found:
+            for key, expected in plain.state_dict().items():
+                torch.testing.assert_close(states[name][key], expected)

@@ -26,7 +26,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from smpc.errors import ConfigError
-from smpc.optimizers.elementwise import is_elementwise, is_elementwise_in_trial
+from smpc.optimizers.elementwise import couples_parameters, is_elementwise, is_elementwise_in_trial
 from smpc.optimizers.norm_groups import NormGroups
 
 Tensors = Tensor | Iterable[Tensor]
@@ -172,7 +172,8 @@ def check_optimizers(parts_in: Callable[[Sequence[Tensor]], str], way_out: str) 
             if parts and not _counts_all_parts(optimizer):
                 raise ConfigError(
                     f"{type(optimizer).__name__}: expected an optimizer whose update of an element depends on that element alone, found "
-                    f"one that gives other values to the halves of a tensor than to the whole of it, for {parts}; use another optimizer "
+                    f"one that gives other values to the halves of a tensor than to the whole of it, or that looks at the gradients of all "
+                    f"parameters (a norm over all, one step size that is found for all), for {parts}; use another optimizer "
                     f"such as AdamW, smpc.optimizers.FusedLamb with shard_group, or {way_out}"
                 )
             checked.add(optimizer)
@@ -189,4 +190,19 @@ def is_check_of_optimizers(hook: Callable[..., Any]) -> bool:
 def _counts_all_parts(optimizer: Optimizer) -> bool:
     groups = getattr(optimizer, "norm_groups", None)
     counts = isinstance(groups, NormGroups) and groups.shard_group is not None
-    return counts or is_elementwise(optimizer) or is_elementwise_in_trial(optimizer)
+    if counts or is_elementwise(optimizer):
+        return True
+    return is_elementwise_in_trial(optimizer) and not looks_at_others(optimizer)
+
+
+def looks_at_others(optimizer: Optimizer) -> bool | None:
+    """`couples_parameters`, of an optimizer that may clip by torch's functions, which count all ranks."""
+
+    def no_norm(original: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda *args, **kwargs: torch.zeros(())
+
+    undo = replace_clipping({"clip_grad_norm_": no_norm, "_get_total_norm": no_norm})
+    try:
+        return couples_parameters(optimizer)
+    finally:
+        undo()

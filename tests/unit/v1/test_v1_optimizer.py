@@ -9,6 +9,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 import smpc.v1 as smp
 from smpc.errors import CheckpointError, ConfigError, ConfigTypeError, UsageError
+from smpc.optimizers.elementwise import couples_parameters
 from smpc.optimizers.torch_patches import check_optimizers
 from smpc.v1.layout import absent
 from smpc.v1.optimization.update_targets import is_elementwise_in_trial
@@ -153,13 +154,13 @@ class Subclass(torch.optim.SGD):
 class Signs(torch.optim.Optimizer):
     """Steps by the sign of a moving average."""
 
-    def __init__(self, parameters):
-        super().__init__(parameters, {"lr": 0.1})
+    def __init__(self, parameters, lr=0.1):
+        super().__init__(parameters, {"lr": lr})
 
     @torch.no_grad()
     def step(self):
         for group in self.param_groups:
-            for parameter in group["params"]:
+            for parameter in (p for p in group["params"] if p.grad is not None):
                 average = self.state[parameter].setdefault("average", torch.zeros_like(parameter))
                 average.lerp_(parameter.grad, 0.1)
                 parameter.sub_(self.change(parameter, average) * group["lr"])
@@ -201,6 +202,95 @@ def test_the_trial_moves_parameters_whatever_the_lr_is_now(kind, expected, lr):
     optimizer.param_groups[0]["lr"] = lr
     assert is_elementwise_in_trial(optimizer) is expected
     assert optimizer.param_groups[0]["lr"] is lr
+
+
+class Together(torch.optim.SGD):
+    """All gradients are divided by one number, as by a norm over all of them."""
+
+    def divisor(self, grads):
+        return torch.stack([grad.norm() for grad in grads]).norm()
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        held = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
+        divisor = self.divisor([p.grad for p in held])
+        for parameter in held:
+            parameter.grad = parameter.grad / divisor
+        super().step()
+
+
+class Threshold(Together):
+    def divisor(self, grads):
+        return super().divisor(grads).clamp(min=100.0)
+
+
+class OneStepSize(Together):
+    """As D-adaptation: one step size for all, which grows from next to nothing while gradients go on in one direction."""
+
+    def __init__(self, parameters, lr):
+        super().__init__(parameters, lr)
+        self.defaults["size"] = 1e-6
+        self.size, self.along, self.length, self.begun = 1e-6, 0.0, 0.0, {}
+
+    def divisor(self, grads):
+        held = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
+        for parameter, grad in zip(held, grads, strict=True):
+            start = self.begun.setdefault(parameter, parameter.clone())
+            self.along += float(((start - parameter) * grad).sum())
+            self.length += float(grad.abs().sum())
+        self.size = max(self.size, self.along / self.length)
+        return 1 / self.size
+
+
+class Noisy(torch.optim.SGD):
+    @torch.no_grad()
+    def step(self, closure=None):
+        super().step()
+        for parameter in (p for group in self.param_groups for p in group["params"] if p.grad is not None):
+            parameter.add_(torch.randn_like(parameter))
+
+
+class InSinglePrecision(torch.optim.AdamW):
+    def step(self, closure=None):
+        assert all(p.dtype is torch.float32 for group in self.param_groups for p in group["params"])
+        return super().step(closure)
+
+
+class Inner(torch.optim.Optimizer):
+    """Steps another optimizer, whose groups are its own."""
+
+    def __init__(self, parameters, lr):
+        self.inner = Together(parameters, lr)
+        super().__init__(self.inner.param_groups, {})
+        self.param_groups = self.inner.param_groups
+
+    def step(self, closure=None):
+        self.inner.step()
+
+
+@pytest.mark.parametrize("lr", [0.0, 1e-3, torch.tensor(0.0)])
+@pytest.mark.parametrize(
+    ("kind", "expected"),
+    [
+        (Together, True), (Threshold, True), (OneStepSize, True), (Inner, True), (torch.optim.LBFGS, True), (Subclass, False),
+        (Ratios, False), (InSinglePrecision, False), (torch.optim.Muon, False), (Noisy, None),
+    ],
+)  # fmt: skip
+def test_which_optimizers_look_at_other_parameters_is_tried(kind, expected, lr):
+    parameters = [nn.Parameter(torch.randn(4, 4) + i) for i in range(3)]
+    optimizer = kind(parameters, lr=0.1)
+    optimizer.param_groups[0]["lr"] = lr
+    torch.optim.lr_scheduler.LambdaLR(optimizer, lambda epoch: 1.0)  # which exchanges `step`
+    before, random, hooks = [p.detach().clone() for p in parameters], torch.get_rng_state(), []
+    optimizer.register_step_pre_hook(lambda *_: hooks.append(1))
+    assert couples_parameters(optimizer) is expected
+    assert all(map(torch.equal, parameters, before))
+    assert not any(p.grad is not None for p in parameters)
+    assert not optimizer.state
+    assert not hooks
+    assert torch.equal(torch.get_rng_state(), random)
+    one = kind([parameters[0]], lr=0.1)  # a rank may have made it of its only parameter
+    assert couples_parameters(one) is expected
 
 
 @pytest.mark.parametrize("scheduled", [False, True])

@@ -42,7 +42,7 @@ from torch.utils.hooks import RemovableHandle
 from smpc.checkpoint.stateful import LocalStateDict, Purpose, asked_by_torch
 from smpc.errors import ConfigError, ConfigTypeError, UsageError
 from smpc.optimizers.gradients import check_finite, clip_by, norm_of
-from smpc.optimizers.torch_patches import is_check_of_optimizers
+from smpc.optimizers.torch_patches import is_check_of_optimizers, looks_at_others
 from smpc.sharding.tensors import as_state_of, refuse_parts
 from smpc.v1.layout.absent import AbsentParameter, reading_gradients
 from smpc.v1.model.distributed_model import DistributedModel
@@ -123,9 +123,35 @@ class DistributedOptimizer(ShardedNames):
                 "where each rank has some of the experts; use another optimizer, or leave the degree out"
             )
 
+    def _check_by_trial(self) -> None:
+        """Raise ConfigError before the first step of an optimizer that looks at more than this rank has."""
+        self._is_untried = False
+        self._check_slices()
+        self._check_coupling()
+
+    def _check_coupling(self) -> None:
+        """Raise ConfigError for an optimizer whose update of a parameter looks at others, which other ranks update."""
+        optimizer, name = self.optimizer, type(self.optimizer).__name__
+        couples = looks_at_others(optimizer)
+        mesh = state.session.mesh
+        degrees = ("pipeline_parallel_degree", mesh.pp_size), ("tensor_parallel_degree", mesh.tp_size)
+        option = next((option for option, size in degrees if size > 1), "shard_optimizer_state")
+        if couples:
+            raise ConfigError(
+                f"{option}: expected an optimizer whose update of a parameter depends on that parameter alone; found {name}, in which the "
+                "gradient of one parameter changes the update of another (a norm over all of them, or one step size for all), and "
+                "each rank has the gradients of its own parameters only; use another optimizer, or leave the option out "
+                "(torch.nn.utils.clip_grad_norm_ counts all ranks, if a norm is wanted)"
+            )
+        if couples is None and state.session.rank == 0:
+            warnings.warn(
+                f"{option}: {name} could not be tried on a few small tensors, so nobody knows whether its update of a parameter depends on "
+                "that parameter alone, as it must: each rank has the gradients of its own parameters only",
+                stacklevel=4,
+            )
+
     def _check_slices(self) -> None:
-        """Raise ConfigError before the first step of an optimizer that looks at whole parameters of which this rank has slices."""
-        self._has_unknown_slices = False
+        """Raise ConfigError for an optimizer that looks at whole parameters of which this rank has slices."""
         model, optimizer = self._script.model, self.optimizer
         held = [p for group in optimizer.param_groups for p in group["params"]]
         if model is None or not any(model.is_distributed_parameter(self.parameter_of(p)) for p in held):
@@ -148,7 +174,8 @@ class DistributedOptimizer(ShardedNames):
         sizes = (state.session.mesh.tp_size, state.session.mesh.ep_size) if state.initialized else ()
         self._updates = Updates(optimizer, half, shards, *sizes)
         takes_norms = isinstance(optimizer, (FusedLamb, FusedNovoGrad))  # over all ranks
-        self._has_unknown_slices = max(sizes[:1], default=1) > 1 and not takes_norms and not is_elementwise(optimizer)
+        has_own = state.initialized and (state.session.mesh.mp_size > 1 or shards is not None)  # parameters, or slices
+        self._is_untried = has_own and not takes_norms and not is_elementwise(optimizer)
         self._state = OptimizerState(optimizer, self._updates, self._scaler, self._world)
         self._taken = False  # whether masters have the gradients of the last backward
         self._used_scale: float | None = None  # of the last backward
@@ -329,8 +356,8 @@ class DistributedOptimizer(ShardedNames):
             if self._script.untold is self:
                 self._script.untold = None
             agreement.check()
-        if self._has_unknown_slices:
-            self._check_slices()
+        if self._is_untried:
+            self._check_by_trial()
         model = self._script.model
         watched = model.optimizer_step() if model is not None else contextlib.nullcontext()
         if self._max_norm > 0:
