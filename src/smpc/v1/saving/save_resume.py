@@ -390,18 +390,12 @@ def _resume_contents(
         kinds = [VALUES, *(["model"] if with_model else []), *([KIND] if optimizer is not None else [])]
         verify_source(checkpoint, found.channel, kinds)  # from here on things change
         _use_plan(model, checkpoint)
-        into, is_late = model if with_model else None, optimizer is not None and not model.partitioned
-        if into is not None or not is_late:
-            now = None if is_late else optimizer
+        into, late = model if with_model else None, None if model.partitioned else optimizer
+        if into is not None or late is None:
+            now = optimizer if late is None else None
             _fill_from_checkpoint(folder, into, now, only_masters, strict, True, found)
-        if is_late:
-            masters = any(kind == KIND and name.endswith(f"{SEPARATOR}{MASTER}") for kind, name in checkpoint.entries)
-            model.when_partitioned(
-                lambda: _fill_from_checkpoint(folder, None, optimizer, only_masters, strict, False, found),
-                has_masters=masters,
-            )
-        if optimizer is not None and is_late and not only_masters:
-            optimizer.checkpoint_state.install_options(checkpoint.metadata["optimizer"])
+        if late is not None:
+            _fill_late(checkpoint, late, only_masters, strict, found)
         model.checkpoint_state.load_extra(checkpoint.metadata.get("extra_state", {}))
         data_position.restore(checkpoint, data, state.session, found.channel)
         restore_random_state(checkpoint, state.session, found.channel)
@@ -411,6 +405,19 @@ def _resume_contents(
         for each in opened[:1]:
             each.close()
     return user
+
+
+def _fill_late(
+    checkpoint: Checkpoint, optimizer: DistributedOptimizer, only_masters: bool, strict: bool, found: Checkpointer
+) -> None:
+    """Load the optimizer's options, and its tensors once the model is partitioned."""
+    folder = checkpoint.folder
+    _resumed_model().when_partitioned(
+        lambda: _fill_from_checkpoint(folder, None, optimizer, only_masters, strict, False, found),
+        has_masters=any(kind == KIND and name.endswith(f"{SEPARATOR}{MASTER}") for kind, name in checkpoint.entries),
+    )
+    if not only_masters:
+        optimizer.checkpoint_state.install_options(checkpoint.metadata["optimizer"])
 
 
 def _fill_from_checkpoint(
