@@ -348,7 +348,9 @@ def refused(rank, folder):
         with torch.no_grad(), pytest.raises(UsageError, match=r"^lerp_: parameter .* is on pipeline rank"):
             mean.lerp_(parameter, 0.5)
     optimizer = job.optimizer(torch.optim.LBFGS(job.model.parameters(), max_iter=1))
-    with pytest.raises(ConfigError, match="LBFGS, in which the gradient of one parameter changes the update of another"):
+    with pytest.raises(
+        ConfigError, match="LBFGS, in which the gradient of one parameter changes the update of another"
+    ):
         optimizer.step(lambda: job.train(1).mean())
 
 
