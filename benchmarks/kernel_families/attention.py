@@ -162,9 +162,9 @@ def _candidates(bench: Bench, shape: Shape) -> Iterator[str]:
 
     key = (90 if torch.cuda.get_device_capability() >= (9, 0) else 80, padded_head(shape.head))
     q, k, v = (tensor.detach() for tensor in inputs(bench, shape))
-    fixed = (None, shape.head**-0.5, shape.causal, 0)
+    fixed = (None, None, shape.head**-0.5, shape.causal, 0)
     out, lse = launch_forward(q, k, v, *fixed)
-    arguments = (torch.randn_like(out), torch.zeros_like(lse), q, k, v, None, out, lse, *fixed[1:])
+    arguments = (torch.randn_like(out), torch.zeros_like(lse), q, k, v, None, None, out, lse, *fixed[2:])
 
     def line(title: str, blocks: Blocks, run: Run) -> str:
         return f"{shape!s:36} {title:24} {blocks}  {bench.clock(run):.3f} ms"

@@ -27,6 +27,7 @@ from smpc.executor.collectives import TensorGroup, own_pieces
 from smpc.executor.sequence.sliced import Cut
 from smpc.executor.transport.rings import LIMIT, Post, Rings
 from smpc.kernels.attention.blocks import block_backward, block_forward, merge_attention_blocks
+from smpc.kernels.attention.op import bias_shift, wide_bias
 
 _KEYS, _GRADIENTS, _MAIL = 0, 1, 2  # tags of messages; the last is for those that memory has no room for
 _NAMES = {_KEYS: "keys and values", _GRADIENTS: "gradients of keys and values"}
@@ -46,13 +47,24 @@ def ring_attention(
     """`smpc.kernels.attention.flash_attention` of slices along the sequence of q, k and v; `bias` has all keys. Contiguous."""
     _, blocks, mirrored = cut
     biases: tuple[Tensor, ...] = ()
+    shift: Tensor | None = None
     if bias is not None:
-        wide = bias.to(torch.promote_types(q.dtype, torch.float32))
+        wide = wide_bias(bias, q)
         ranks = range(group.size)
         biases = tuple(own_pieces(wide, 3, rank, group.size, blocks, mirrored).contiguous() for rank in ranks)
+        shift = _shift(wide, q, cut, group, causal)
     known = scale if scale is not None else 1.0 / math.sqrt(q.shape[-1])
-    found: Tensor = _Ring.apply(q, k, v, biases, known, causal, mirrored, group)  # type: ignore[no-untyped-call]
+    found: Tensor = _Ring.apply(q, k, v, biases, shift, known, causal, mirrored, group)  # type: ignore[no-untyped-call]
     return found
+
+
+def _shift(bias: Tensor, q: Tensor, cut: Cut, group: TensorGroup, causal: bool) -> Tensor:
+    """Of the rank's own queries; a causal query sees the keys up to its own place in the whole sequence."""
+    if not causal:
+        return bias_shift(bias, q, False, 0)
+    _, blocks, mirrored = cut
+    all_queries = q.new_empty((), dtype=bias.dtype).expand(*q.shape[:2], bias.shape[3], 1)
+    return own_pieces(bias_shift(bias, all_queries, True, 0), 2, group.rank, group.size, blocks, mirrored).contiguous()
 
 
 class _Ring(torch.autograd.Function):
@@ -63,6 +75,7 @@ class _Ring(torch.autograd.Function):
         k: Tensor,
         v: Tensor,
         biases: tuple[Tensor, ...],
+        shift: Tensor | None,
         scale: float,
         causal: bool,
         mirrored: bool,
@@ -75,14 +88,14 @@ class _Ring(torch.autograd.Function):
                 if step.queries is None:
                     continue
                 rows, own, bias = _rows(step, q), _own_keys(step, keys, values), _bias_of_step(step, biases)
-                block = block_forward(q[:, :, rows], *own, bias, scale, step.causal)
+                block = block_forward(q[:, :, rows], *own, bias, _of_rows(shift, rows), scale, step.causal)
                 if step.source == group.rank:  # the first, of all queries
                     out.copy_(block[0])
                     lse.copy_(block[1])
                 else:
                     merge_attention_blocks(out[:, :, rows], lse[:, :, rows], *block)
         result = out.to(q.dtype)
-        ctx.save_for_backward(q, k, v, result, lse, *biases)
+        ctx.save_for_backward(q, k, v, result, lse, shift, *biases)
         ctx.scale, ctx.causal, ctx.mirrored, ctx.group = scale, causal, mirrored, group
         return result
 
@@ -93,12 +106,12 @@ class _Ring(torch.autograd.Function):
         q, k, v, *_ = saved
         with _Neighbours(ctx.group, q) as neighbours:
             dq, home = _gradients(ctx, saved, grad, neighbours)
-        return dq.to(q.dtype), home[0].to(k.dtype), home[1].to(v.dtype), None, None, None, None, None
+        return dq.to(q.dtype), home[0].to(k.dtype), home[1].to(v.dtype), None, None, None, None, None, None
 
 
-def _gradients(ctx: Any, saved: tuple[Tensor, ...], grad: Tensor, neighbours: _Neighbours) -> tuple[Tensor, Tensor]:
+def _gradients(ctx: Any, saved: tuple[Any, ...], grad: Tensor, neighbours: _Neighbours) -> tuple[Tensor, Tensor]:
     """Of q, and of this rank's keys and values."""
-    q, k, v, out, lse, *biases = saved
+    q, k, v, out, lse, shift, *biases = saved
     dq = torch.zeros(q.shape, dtype=lse.dtype, device=q.device)
     travelling: Tensor | None = None  # gradients of the keys and values of the step, with the parts of ranks before
     incoming: _RingExchange | None = None
@@ -107,7 +120,15 @@ def _gradients(ctx: Any, saved: tuple[Tensor, ...], grad: Tensor, neighbours: _N
         if step.queries is not None:
             rows, own, bias = _rows(step, q), _own_keys(step, keys, values), _bias_of_step(step, tuple(biases))
             dq_part, *parts = block_backward(
-                grad[:, :, rows], q[:, :, rows], *own, bias, out[:, :, rows], lse[:, :, rows], ctx.scale, step.causal
+                grad[:, :, rows],
+                q[:, :, rows],
+                *own,
+                bias,
+                _of_rows(shift, rows),
+                out[:, :, rows],
+                lse[:, :, rows],
+                ctx.scale,
+                step.causal,
             )
             dq[:, :, rows] += dq_part
             part = torch.stack(parts).to(lse.dtype)
@@ -217,6 +238,10 @@ def _together(pg: dist.ProcessGroup, device: torch.device) -> Iterator[list[dist
 def _rows(step: RingStep, q: Tensor) -> slice:
     half = q.shape[2] // 2
     return slice(half, None) if step.queries is SlicePart.SECOND else slice(None)
+
+
+def _of_rows(shift: Tensor | None, rows: slice) -> Tensor | None:
+    return None if shift is None else shift[:, :, rows].contiguous()
 
 
 def _own_keys(step: RingStep, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:

@@ -5,7 +5,7 @@
     attention_key_value_kernel   dk, dv: one tile of keys walks over the queries that see it, for every query head that
                                  shares it, so that grouped queries need neither copies of keys nor atomic additions
 
-Weights are computed again from lse: p = exp2(scale * q k + bias - lse), everything in powers of two. As in the forward
+Weights are computed again from lse: p = exp2(scale * q k + bias - shift - lse), everything in powers of two. As in the forward
 kernel, only tiles on the edge of the visible area apply a mask:
 
     queries ->  0           first           full                     the end
@@ -19,7 +19,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from smpc.kernels.attention.forward_triton import bias_strides
+from smpc.kernels.attention.forward_triton import bias_strides, biased
 from smpc.kernels.attention.tiles_triton import (
     LENGTHS,
     LOG2_E,
@@ -62,6 +62,13 @@ KEY_VALUE_BLOCKS: Table = {
     (90, 64): (Blocks(64, 64, 8, 2),),
     (90, 128): (Blocks(32, 32, 8, 1),),
     (90, 256): (Blocks(32, 32, 8, 1),),
+}
+
+# With a bias, whose shift takes registers, where the blocks above would not keep them all.
+BIASED_KEY_VALUE_BLOCKS: Table = {
+    **KEY_VALUE_BLOCKS,
+    (80, 128): (Blocks(32, 32, 8, 2),),
+    (90, 64): (Blocks(32, 64, 8, 2),),
 }
 
 
@@ -115,6 +122,7 @@ def attend_backward_query(
     key_pointers,
     value_pointers,
     bias_pointers,
+    shift,
     k_row,
     v_row,
     start,
@@ -122,6 +130,7 @@ def attend_backward_query(
     rows,
     columns,
     scale,
+    log2_scale,
     num_keys,
     causal_offset,
     CAUSAL: tl.constexpr,
@@ -139,19 +148,21 @@ def attend_backward_query(
         keys = first + within
         key = load_tile(key_pointers, keys, num_keys, columns, HEAD, BLOCK_D, MASKED)
         value = load_tile(value_pointers, keys, num_keys, columns, HEAD, BLOCK_D, MASKED)
-        scores = tl.dot(query, tl.trans(key), input_precision="ieee") * scale
+        scores = tl.dot(query, tl.trans(key), input_precision="ieee")
         if HAS_BIAS:
             if MASKED:
                 bias = tl.load(bias_pointers + keys, mask=keys < num_keys, other=0.0)
             else:
                 bias = tl.load(bias_pointers + keys)
-            scores += (bias * LOG2_E)[None, :]
-        weights = tl.exp2(scores - lse[:, None])
+            scores = biased(scores, scale, bias[None, :], shift[:, None])
+        else:
+            scores = scores * log2_scale
         if MASKED:
             visible = keys[None, :] < num_keys
             if CAUSAL:
                 visible = visible & (keys[None, :] <= rows[:, None] + causal_offset)
-            weights = tl.where(visible, weights, 0.0)
+            scores = tl.where(visible, scores, float("-inf"))
+        weights = tl.exp2(scores - lse[:, None])
         grad_weights = tl.dot(grad, tl.trans(value), input_precision="ieee")
         grad_scores = weights * (grad_weights - delta[:, None])
         dq = tl.dot(grad_scores.to(key.dtype), key, dq, input_precision="ieee")
@@ -166,6 +177,7 @@ def attention_query_kernel(
     k,
     v,
     bias,
+    shift,
     grad,
     lse,
     delta,
@@ -221,8 +233,11 @@ def attention_query_kernel(
     key_pointers = k + batch * k_batch + head // group * k_head + keys[:, None] * k_row + columns[None, :]
     value_pointers = v + batch * v_batch + head // group * v_head + keys[:, None] * v_row + columns[None, :]
     bias_pointers = bias
+    at = (batch * num_heads + head) * num_queries + rows
+    subtracted = tl.zeros((BLOCK_M,), tl.float32)
     if HAS_BIAS:
         bias_pointers += batch * bias_batch + head * bias_head
+        subtracted = tl.load(shift + at, mask=rows < num_queries, other=0.0)
 
     stop = num_keys
     full = num_keys // BLOCK_N * BLOCK_N
@@ -231,18 +246,19 @@ def attention_query_kernel(
         full = tl.minimum(full, tl.maximum(first + 1 + causal_offset, 0) // BLOCK_N * BLOCK_N)
     query = load_tile(query_pointers, rows, num_queries, columns, HEAD, BLOCK_D, True)
     incoming = load_tile(grad_pointers, rows, num_queries, columns, HEAD, BLOCK_D, True)
-    at = (batch * num_heads + head) * num_queries + rows
     logarithm = load_log2(lse, at, rows < num_queries)
     change = tl.load(delta + at, mask=rows < num_queries, other=0.0)
     total = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
     total = attend_backward_query(
-        total, query, incoming, logarithm, change, key_pointers, value_pointers, bias_pointers, k_row, v_row,
-        full * 0, full, rows, columns, log2_scale, num_keys, causal_offset,
+        total, query, incoming, logarithm, change, key_pointers, value_pointers, bias_pointers, subtracted,
+        k_row, v_row,
+        full * 0, full, rows, columns, scale, log2_scale, num_keys, causal_offset,
         CAUSAL, HAS_BIAS, False, HEAD, BLOCK_D, BLOCK_N,
     )  # fmt: skip
     total = attend_backward_query(
-        total, query, incoming, logarithm, change, key_pointers, value_pointers, bias_pointers, k_row, v_row,
-        full, stop, rows, columns, log2_scale, num_keys, causal_offset,
+        total, query, incoming, logarithm, change, key_pointers, value_pointers, bias_pointers, subtracted,
+        k_row, v_row,
+        full, stop, rows, columns, scale, log2_scale, num_keys, causal_offset,
         CAUSAL, HAS_BIAS, True, HEAD, BLOCK_D, BLOCK_N,
     )  # fmt: skip
     dq_pointers = dq + batch * dq_batch + head * dq_head + start * dq_row
@@ -264,6 +280,7 @@ def attend_backward_key_value(
     key,
     value,
     bias,
+    shift,
     query_pointers,
     grad_pointers,
     lse,
@@ -275,6 +292,7 @@ def attend_backward_key_value(
     keys,
     columns,
     scale,
+    log2_scale,
     num_queries,
     causal_offset,
     MASKED: tl.constexpr,
@@ -294,12 +312,15 @@ def attend_backward_key_value(
         grad = load_tile(grad_pointers, rows, num_queries, columns, HEAD, BLOCK_D, not EVEN)
         logarithm = load_log2(lse, rows, rows < num_queries)
         change = tl.load(delta + rows, mask=rows < num_queries, other=0.0)
-        scores = tl.dot(key, tl.trans(query), input_precision="ieee") * scale
+        scores = tl.dot(key, tl.trans(query), input_precision="ieee")
         if HAS_BIAS:
-            scores += bias[:, None]
-        weights = tl.exp2(scores - logarithm[None, :])
+            subtracted = tl.load(shift + rows, mask=rows < num_queries, other=0.0)
+            scores = biased(scores, scale, bias[:, None], subtracted[None, :])
+        else:
+            scores = scores * log2_scale
         if MASKED:
-            weights = tl.where(keys[:, None] <= rows[None, :] + causal_offset, weights, 0.0)
+            scores = tl.where(keys[:, None] <= rows[None, :] + causal_offset, scores, float("-inf"))
+        weights = tl.exp2(scores - logarithm[None, :])
         dv = tl.dot(weights.to(grad.dtype), grad, dv, input_precision="ieee")
         grad_weights = tl.dot(value, tl.trans(grad), input_precision="ieee")
         grad_scores = weights * (grad_weights - change[None, :])
@@ -315,6 +336,7 @@ def attention_key_value_kernel(
     k,
     v,
     bias,
+    shift,
     grad,
     lse,
     delta,
@@ -387,18 +409,20 @@ def attention_key_value_kernel(
         lse_pointers = lse + (batch * num_heads + head) * num_queries
         delta_pointers = delta + (batch * num_heads + head) * num_queries
         added = grad_key
+        shift_pointers = lse_pointers
         if HAS_BIAS:
             at = bias + batch * bias_batch + head * bias_head + keys
-            added = tl.load(at, mask=keys < num_keys, other=0.0) * LOG2_E
+            added = tl.load(at, mask=keys < num_keys, other=float("-inf"))
+            shift_pointers = shift + (batch * num_heads + head) * num_queries
         if CAUSAL:
             grad_key, grad_value = attend_backward_key_value(
-                grad_key, grad_value, key, value, added, query_pointers, grad_pointers, lse_pointers, delta_pointers,
-                q_row, grad_row, seen_from, tl.minimum(full, num_queries), keys, columns, log2_scale, num_queries,
+                grad_key, grad_value, key, value, added, shift_pointers, query_pointers, grad_pointers, lse_pointers, delta_pointers,
+                q_row, grad_row, seen_from, tl.minimum(full, num_queries), keys, columns, scale, log2_scale, num_queries,
                 causal_offset, True, HAS_BIAS, EVEN, HEAD, BLOCK_D, BLOCK_M,
             )  # fmt: skip
         grad_key, grad_value = attend_backward_key_value(
-            grad_key, grad_value, key, value, added, query_pointers, grad_pointers, lse_pointers, delta_pointers,
-            q_row, grad_row, full, num_queries, keys, columns, log2_scale, num_queries,
+            grad_key, grad_value, key, value, added, shift_pointers, query_pointers, grad_pointers, lse_pointers, delta_pointers,
+            q_row, grad_row, full, num_queries, keys, columns, scale, log2_scale, num_queries,
             causal_offset, False, HAS_BIAS, EVEN, HEAD, BLOCK_D, BLOCK_M,
         )  # fmt: skip
     dk_pointers = dk + batch * dk_batch + key_head * dk_head + start * dk_row
@@ -416,6 +440,7 @@ def launch_backward(
     k: Tensor,
     v: Tensor,
     bias: Tensor | None,
+    shift: Tensor | None,
     out: Tensor,
     lse: Tensor,
     scale: float,
@@ -430,7 +455,7 @@ def launch_backward(
     if k.numel() == 0:
         return dq.zero_(), dk, dv
     query_blocks = query_blocks or choose(QUERY_BLOCKS, q)
-    key_value_blocks = key_value_blocks or choose(KEY_VALUE_BLOCKS, q)
+    key_value_blocks = key_value_blocks or choose(KEY_VALUE_BLOCKS if bias is None else BIASED_KEY_VALUE_BLOCKS, q)
     batch, num_heads, num_queries, head = q.shape
     num_key_heads, num_keys = k.shape[1:3]
     delta = lse.new_empty(lse.shape)
@@ -444,13 +469,13 @@ def launch_backward(
                 BLOCK_M=32, num_warps=4, **shape, **LAUNCH_OPTIONS,
             )  # fmt: skip
             attention_query_kernel[(triton.cdiv(num_queries, query_blocks.queries) * batch * num_heads,)](
-                q, k, v, bias, grad, lse, delta, dq, scale, scale * LOG2_E.value, *inputs, *dq.stride()[:3], *sizes,
+                q, k, v, bias, shift, grad, lse, delta, dq, scale, scale * LOG2_E.value, *inputs, *dq.stride()[:3], *sizes,
                 CAUSAL=causal, HAS_BIAS=bias is not None, **shape,
                 BLOCK_M=query_blocks.queries, BLOCK_N=query_blocks.keys,
                 num_warps=query_blocks.warps, num_stages=query_blocks.stages, **LAUNCH_OPTIONS,
             )  # fmt: skip
         attention_key_value_kernel[(triton.cdiv(num_keys, key_value_blocks.keys) * batch * num_key_heads,)](
-            q, k, v, bias, grad, lse, delta, dk, dv, scale, scale * LOG2_E.value,
+            q, k, v, bias, shift, grad, lse, delta, dk, dv, scale, scale * LOG2_E.value,
             *inputs, *dk.stride()[:3], *dv.stride()[:3], *sizes,
             CAUSAL=causal, HAS_BIAS=bias is not None, EVEN=num_queries % key_value_blocks.queries == 0, **shape,
             BLOCK_M=key_value_blocks.queries, BLOCK_N=key_value_blocks.keys,

@@ -6,7 +6,8 @@
     backward     dq, dk, dv of the block               from o, lse over all keys: p_ij = exp(s_ij - lse_i), so blocks are independent
 
 A block is a call of the kernels where they run; on a CPU of torch's own kernel, without a bias; otherwise of the formula. Shapes and
-letters are as in `smpc.kernels.attention.op`; k and v may have fewer heads. lse is fp32 (fp64 for fp64).
+letters are as in `smpc.kernels.attention.op`; the shift is over the keys of all blocks. k and v may have fewer heads. lse is fp32 (fp64
+for fp64).
 
 torch's CPU kernel takes keys in runs of 512, masked or not: it computes three quarters of a causal block of 1,024. So such a block is cut
 into rectangles without a mask and small triangles, if the length can be halved. Equal parts are one call. Forward merges the results,
@@ -35,13 +36,13 @@ _RUN = 128  # no triangle is smaller: its call would cost more than it saves
 
 
 def block_forward(
-    q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, scale: float, causal: bool
+    q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, shift: Tensor | None, scale: float, causal: bool
 ) -> tuple[Tensor, Tensor]:
     """The result of the block's keys, and its lse."""
     if _by_torch(q, bias, causal, k):
         known = q, _repeated(k, q), _repeated(v, q)
         return _causal_forward(*known, scale) if causal else _on_cpu(*known, scale, False)
-    found: tuple[Tensor, Tensor] = attention_op(q, k, v, bias, scale, causal, 0)
+    found: tuple[Tensor, Tensor] = attention_op(q, k, v, bias, shift, scale, causal, 0)
     return found
 
 
@@ -51,6 +52,7 @@ def block_backward(
     k: Tensor,
     v: Tensor,
     bias: Tensor | None,
+    shift: Tensor | None,
     out: Tensor,
     lse: Tensor,
     scale: float,
@@ -63,7 +65,7 @@ def block_backward(
         return dq, _folded(dk, k), _folded(dv, v)
     no_grad_lse = torch.zeros_like(lse)
     found: tuple[Tensor, Tensor, Tensor] = attention_backward_op(
-        grad, no_grad_lse, q, k, v, bias, out, lse, scale, causal, 0
+        grad, no_grad_lse, q, k, v, bias, shift, out, lse, scale, causal, 0
     )
     return found
 

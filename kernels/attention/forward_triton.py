@@ -52,6 +52,12 @@ BLOCKS: Table = {
 
 
 @triton.jit
+def biased(scores, scale, bias, shift):
+    """Scores in powers of two. The sum with the bias is rounded as in eager attention, before the shift takes its size away."""
+    return (scores * scale + bias - shift) * LOG2_E
+
+
+@triton.jit
 def attend(
     accumulated,
     largest,
@@ -60,6 +66,7 @@ def attend(
     key_pointers,
     value_pointers,
     bias_pointers,
+    shift,
     k_row,
     v_row,
     start,
@@ -67,6 +74,7 @@ def attend(
     rows,
     columns,
     scale,
+    log2_scale,
     num_keys,
     causal_offset,
     CAUSAL: tl.constexpr,
@@ -89,7 +97,7 @@ def attend(
                 bias = tl.load(bias_pointers + keys, mask=keys < num_keys, other=0.0)
             else:
                 bias = tl.load(bias_pointers + keys)
-            scores = scores * scale + (bias * LOG2_E)[None, :]
+            scores = biased(scores, scale, bias[None, :], shift[:, None])
         if MASKED:
             visible = keys[None, :] < num_keys
             if CAUSAL:
@@ -98,15 +106,15 @@ def attend(
         if HAS_BIAS:
             new_largest = tl.maximum(largest, tl.max(scores, 1))
         else:
-            new_largest = tl.maximum(largest, tl.max(scores, 1) * scale)
-        shift = new_largest
+            new_largest = tl.maximum(largest, tl.max(scores, 1) * log2_scale)
+        subtracted = new_largest
         if MASKED or HAS_BIAS:  # a query that has seen no key yet has the maximum -inf, and inf - inf is not a number
-            shift = tl.where(new_largest == float("-inf"), 0.0, new_largest)
+            subtracted = tl.where(new_largest == float("-inf"), 0.0, new_largest)
         if HAS_BIAS:
-            weights = tl.exp2(scores - shift[:, None])
+            weights = tl.exp2(scores - subtracted[:, None])
         else:
-            weights = tl.exp2(scores * scale - shift[:, None])
-        kept = tl.exp2(largest - shift)
+            weights = tl.exp2(scores * log2_scale - subtracted[:, None])
+        kept = tl.exp2(largest - subtracted)
         total = total * kept + tl.sum(weights, 1)
         value = load_tile(value_pointers, keys, num_keys, columns, HEAD, BLOCK_D, MASKED)
         accumulated = tl.dot(weights.to(value.dtype), value, accumulated * kept[:, None], input_precision="ieee")
@@ -122,9 +130,11 @@ def attention_forward_kernel(
     k,
     v,
     bias,
+    shift,
     out,
     lse,
     scale,
+    log2_scale,
     q_batch,
     q_head,
     q_row,
@@ -151,7 +161,7 @@ def attention_forward_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    """One tile of queries of one head; `scale` has log2(e) in it."""
+    """One tile of queries of one head."""
     tiles = tl.cdiv(num_queries, BLOCK_M)
     program = tl.program_id(0)
     tile = program % tiles
@@ -170,8 +180,11 @@ def attention_forward_kernel(
     key_pointers = k + batch * k_batch + head // group * k_head + keys[:, None] * k_row + columns[None, :]
     value_pointers = v + batch * v_batch + head // group * v_head + keys[:, None] * v_row + columns[None, :]
     bias_pointers = bias
+    subtracted = tl.zeros((BLOCK_M,), tl.float32)
     if HAS_BIAS:
         bias_pointers += batch * bias_batch + head * bias_head
+        at = shift + (batch * num_heads + head) * num_queries + rows
+        subtracted = tl.load(at, mask=rows < num_queries, other=0.0)
 
     stop = num_keys
     full = num_keys // BLOCK_N * BLOCK_N
@@ -184,13 +197,13 @@ def attention_forward_kernel(
     largest = tl.full((BLOCK_M,), float("-inf"), tl.float32)
     total = tl.zeros((BLOCK_M,), tl.float32)
     accumulated, largest, total = attend(
-        accumulated, largest, total, query, key_pointers, value_pointers, bias_pointers, k_row, v_row,
-        full * 0, full, rows, columns, scale, num_keys, causal_offset,
+        accumulated, largest, total, query, key_pointers, value_pointers, bias_pointers, subtracted, k_row, v_row,
+        full * 0, full, rows, columns, scale, log2_scale, num_keys, causal_offset,
         CAUSAL, HAS_BIAS, False, HEAD, BLOCK_D, BLOCK_N,
     )  # fmt: skip
     accumulated, largest, total = attend(
-        accumulated, largest, total, query, key_pointers, value_pointers, bias_pointers, k_row, v_row,
-        full, stop, rows, columns, scale, num_keys, causal_offset,
+        accumulated, largest, total, query, key_pointers, value_pointers, bias_pointers, subtracted, k_row, v_row,
+        full, stop, rows, columns, scale, log2_scale, num_keys, causal_offset,
         CAUSAL, HAS_BIAS, True, HEAD, BLOCK_D, BLOCK_N,
     )  # fmt: skip
 
@@ -208,12 +221,13 @@ def launch_forward(
     k: Tensor,
     v: Tensor,
     bias: Tensor | None,
+    shift: Tensor | None,
     scale: float,
     causal: bool,
     causal_offset: int,
     blocks: Blocks | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """The result and the logarithms of the sums of exponentials, `[batch, heads, queries]` fp32."""
+    """The result, and lse `[batch, heads, queries]` in fp32."""
     q, k, v = as_rows(q), as_rows(k), as_rows(v)
     batch, num_heads, num_queries, head = q.shape
     out = empty_heads(q)
@@ -224,7 +238,7 @@ def launch_forward(
     grid = (triton.cdiv(num_queries, blocks.queries) * batch * num_heads,)
     with launching_on(q.device):
         attention_forward_kernel[grid](
-            q, k, v, bias, out, lse, scale * LOG2_E.value,
+            q, k, v, bias, shift, out, lse, scale, scale * LOG2_E.value,
             *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *bias_strides(bias), *out.stride()[:3],
             num_heads, num_heads // k.shape[1], num_queries, k.shape[2], causal_offset,
             CAUSAL=causal, HAS_BIAS=bias is not None, HEAD=head, BLOCK_D=padded_head(head),

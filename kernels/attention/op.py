@@ -1,6 +1,6 @@
 """Attention with log-sum-exp, forward and backward, as ops that torch knows: `smpc::flash_attention`.
 
-    s_ij = scale * q_i k_j + bias_j            -inf where causal hides key j:  j > i + causal_offset
+    s_ij = scale * q_i k_j + bias_j - shift_i  -inf where causal hides key j:  j > i + causal_offset
     lse_i = log sum_j exp(s_ij)
     p_ij = exp(s_ij - lse_i)                   0 for a query that sees no key
     o_i  = sum_j p_ij v_j
@@ -11,6 +11,10 @@
 
     q [batch, heads, queries, head size]       k, v [batch, key heads, keys, head size]; heads are a multiple of key heads
     bias [batch or 1, heads or 1, 1, keys]     added to the scores: ALiBi, padding as -inf; it gets no gradient
+    shift [batch, heads, queries]              the largest bias that query i sees; without a bias there is none
+
+The shift changes no result, but what fp32 keeps: with a bias of -10,000, or of -3e38, for all keys of a sample (padding) the scores
+would leave no digits in lse. Finite biases beyond 1e38 count as 1e38.
 
 Head sizes are 1 to 256 (those between powers of two cost as much as the next power). Types are fp16, bf16 and fp32, summed
 in fp32, and fp64; q, k and v may have any strides. On CUDA devices from Ampere on Triton's kernels run for fp16 and bf16; everything
@@ -22,7 +26,7 @@ fp32 (fp64 for fp64). Results and gradients repeat bit by bit: sums have one ord
 parallelism merge partial results: lse = logaddexp(lse_1, lse_2), o = sum_i exp(lse_i - lse) o_i; gradients flow through it.
 
     out = flash_attention(q, k, v, causal=True)                 # scale is 1 / sqrt(head size)
-    out, lse = flash_attention_with_lse(q, k, v, bias=alibi)
+    out, lse = flash_attention_with_lse(q, k, v, bias=alibi)    # this lse has the shift in it
 
 Checks the arguments of attention; all violations of a call are reported in one ValueError.
 """
@@ -42,6 +46,7 @@ from smpc.kernels.attention.reference import reference_backward, reference_forwa
 from smpc.kernels.launch.runtime import Backend, backend
 
 MAX_HEAD = 256
+_LARGEST_BIAS = 1e38  # a difference of two, times log2(e), is an fp32 number
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
@@ -133,27 +138,62 @@ def flash_attention_with_lse(
     check_attention(q, k, v, bias, scale)
     if scale is None:
         scale = 1.0 / math.sqrt(q.shape[-1])
-    if bias is not None and q.dtype != torch.float64:
-        bias = bias.float().contiguous()
-    result: tuple[Tensor, Tensor] = attention_op(q, k, v, bias, scale, causal, causal_offset)
-    return result
+    shift: Tensor | None = None
+    if bias is not None:
+        bias = wide_bias(bias, q)
+        shift = bias_shift(bias, q, causal, causal_offset)
+    out, lse = attention_op(q, k, v, bias, shift, scale, causal, causal_offset)
+    return out, lse if shift is None else lse + shift
+
+
+def wide_bias(bias: Tensor, q: Tensor) -> Tensor:
+    """As the kernels add it: in the type of sums, finite numbers so far from the type's limits that scores and factors fit beside them."""
+    wide = bias.to(torch.promote_types(q.dtype, torch.float32))
+    return torch.where(wide.isinf(), wide, wide.clamp(-_LARGEST_BIAS, _LARGEST_BIAS)).contiguous()
+
+
+def bias_shift(bias: Tensor, q: Tensor, causal: bool, causal_offset: int) -> Tensor:
+    """The largest bias that each query sees, `[batch, heads, queries]`, contiguous; 0 for one that sees no key."""
+    visible = causal_offset + torch.arange(q.shape[2], device=q.device)  # the last key of each query, if causal
+    if bias.shape[3] == 0:
+        return bias.new_zeros(q.shape[:3])
+    if causal:
+        largest = bias.cummax(-1).values[:, :, 0, visible.clamp(0, bias.shape[3] - 1)]
+        largest = largest.masked_fill(visible < 0, 0.0)
+    else:
+        largest = bias.amax(-1)
+    return largest.masked_fill(largest == float("-inf"), 0.0).expand(q.shape[:3]).contiguous()
 
 
 @torch.library.custom_op("smpc::flash_attention", mutates_args=())
 def attention_op(
-    q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, scale: float, causal: bool, causal_offset: int
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    bias: Tensor | None,
+    shift: Tensor | None,
+    scale: float,
+    causal: bool,
+    causal_offset: int,
 ) -> tuple[Tensor, Tensor]:
     """The op; arguments are taken as checked."""
     if _by_formula(q):
-        return reference_forward(q, k, v, bias, scale, causal, causal_offset)
+        return reference_forward(q, k, v, bias, shift, scale, causal, causal_offset)
     from smpc.kernels.attention.forward_triton import launch_forward
 
-    return launch_forward(q, k, v, bias, scale, causal, causal_offset)
+    return launch_forward(q, k, v, bias, shift, scale, causal, causal_offset)
 
 
 @attention_op.register_fake
 def _(
-    q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, scale: float, causal: bool, causal_offset: int
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    bias: Tensor | None,
+    shift: Tensor | None,
+    scale: float,
+    causal: bool,
+    causal_offset: int,
 ) -> tuple[Tensor, Tensor]:
     return _empty(q), q.new_empty(q.shape[:3], dtype=torch.promote_types(q.dtype, torch.float32))
 
@@ -166,6 +206,7 @@ def attention_backward_op(
     k: Tensor,
     v: Tensor,
     bias: Tensor | None,
+    shift: Tensor | None,
     out: Tensor,
     lse: Tensor,
     scale: float,
@@ -174,10 +215,10 @@ def attention_backward_op(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The gradients of q, k and v."""
     if _by_formula(q):
-        return reference_backward(grad, grad_lse, q, k, v, bias, out, lse, scale, causal, causal_offset)
+        return reference_backward(grad, grad_lse, q, k, v, bias, shift, out, lse, scale, causal, causal_offset)
     from smpc.kernels.attention.backward_triton import launch_backward
 
-    return launch_backward(grad, grad_lse, q, k, v, bias, out, lse, scale, causal, causal_offset)
+    return launch_backward(grad, grad_lse, q, k, v, bias, shift, out, lse, scale, causal, causal_offset)
 
 
 @attention_backward_op.register_fake
@@ -188,6 +229,7 @@ def _(
     k: Tensor,
     v: Tensor,
     bias: Tensor | None,
+    shift: Tensor | None,
     out: Tensor,
     lse: Tensor,
     scale: float,
@@ -198,13 +240,13 @@ def _(
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    q, k, v, bias, ctx.scale, ctx.causal, ctx.causal_offset = inputs
-    ctx.save_for_backward(q, k, v, bias, *output)
+    q, k, v, bias, shift, ctx.scale, ctx.causal, ctx.causal_offset = inputs
+    ctx.save_for_backward(q, k, v, bias, shift, *output)
 
 
 def _backward(ctx: Any, grad: Tensor, grad_lse: Tensor) -> tuple[Tensor | None, ...]:
     gradients = attention_backward_op(grad, grad_lse, *ctx.saved_tensors, ctx.scale, ctx.causal, ctx.causal_offset)
-    return *gradients, None, None, None, None
+    return *gradients, None, None, None, None, None
 
 
 attention_op.register_autograd(_backward, setup_context=_setup_context)

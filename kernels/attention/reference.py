@@ -11,10 +11,17 @@ from torch import Tensor
 
 
 def reference_forward(
-    q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, scale: float, causal: bool, causal_offset: int
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    bias: Tensor | None,
+    shift: Tensor | None,
+    scale: float,
+    causal: bool,
+    causal_offset: int,
 ) -> tuple[Tensor, Tensor]:
     """The result, and lse in fp32 (fp64 for fp64 inputs)."""
-    scores = _scores(q, k, bias, scale, causal, causal_offset)
+    scores = _scores(q, k, bias, shift, scale, causal, causal_offset)
     lse = torch.logsumexp(scores, dim=-1)
     weights = _weights(scores, lse)
     out = _fold(weights, k) @ v.to(weights.dtype)
@@ -28,6 +35,7 @@ def reference_backward(
     k: Tensor,
     v: Tensor,
     bias: Tensor | None,
+    shift: Tensor | None,
     out: Tensor,
     lse: Tensor,
     scale: float,
@@ -35,7 +43,7 @@ def reference_backward(
     causal_offset: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The gradients of q, k and v."""
-    weights = _weights(_scores(q, k, bias, scale, causal, causal_offset), lse)
+    weights = _weights(_scores(q, k, bias, shift, scale, causal, causal_offset), lse)
     wide = weights.dtype
     delta = (out.to(wide) * grad.to(wide)).sum(-1, keepdim=True) - grad_lse.to(wide).unsqueeze(-1)
     folded_grad = _fold(grad.to(wide), k)
@@ -53,11 +61,21 @@ def visible_keys(num_queries: int, num_keys: int, causal_offset: int, device: to
     return torch.arange(num_keys, device=device).unsqueeze(0) <= rows + causal_offset
 
 
-def _scores(q: Tensor, k: Tensor, bias: Tensor | None, scale: float, causal: bool, causal_offset: int) -> Tensor:
+def _scores(
+    q: Tensor,
+    k: Tensor,
+    bias: Tensor | None,
+    shift: Tensor | None,
+    scale: float,
+    causal: bool,
+    causal_offset: int,
+) -> Tensor:
     wide = torch.promote_types(q.dtype, torch.float32)
     scores = (_fold(q.to(wide), k) @ k.to(wide).transpose(-1, -2)).reshape(*q.shape[:3], k.shape[2]) * scale
     if bias is not None:
         scores = scores + bias.to(wide)
+    if shift is not None:
+        scores = scores - shift.to(wide).unsqueeze(-1)
     if causal:
         hidden = ~visible_keys(q.shape[2], k.shape[2], causal_offset, q.device)
         scores = scores.masked_fill(hidden, float("-inf"))

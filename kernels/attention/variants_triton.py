@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from smpc.kernels.attention.backward_triton import (
+    BIASED_KEY_VALUE_BLOCKS,
     KEY_VALUE_BLOCKS,
     QUERY_BLOCKS,
     attention_delta_kernel,
@@ -37,8 +38,8 @@ def _signature(kernel: Any, tensors: tuple[str, ...], others: tuple[str, ...], k
     types |= {"scale": "fp32", "log2_scale": "fp32", "num_heads": "i32", "causal_offset": "i32"}
     types |= {"group": "i32" if bias else "i32:1"} | dict.fromkeys(LENGTHS, "i32")
     if bias:
-        types["bias"] = "*fp32:16"
-    arguments = [name for name in kernel.arg_names if not name.isupper() and (bias or name != "bias")]
+        types |= {"bias": "*fp32:16", "shift": "*fp32:16"}
+    arguments = [name for name in kernel.arg_names if not name.isupper() and (bias or name not in ("bias", "shift"))]
     return {name: types.get(name, "i32:16") for name in arguments}  # strides are multiples of 16
 
 
@@ -63,7 +64,7 @@ def _compiled(
     if "EVEN" in kernel.arg_names:
         constants["EVEN"] = mask != "alibi"
     if mask != "alibi":
-        constants["bias"] = None
+        constants |= {"bias": None, "shift": None}
     size = f"table {card} {blocks.queries}x{blocks.keys} w{blocks.warps} s{blocks.stages}"
     return variant(
         f"{title} {kind} d{head} {mask} {size}",
@@ -81,6 +82,8 @@ def _table_variants(entry: tuple[Any, Table, str, tuple[str, ...], tuple[str, ..
     for (card, padded), candidates in entry[1].items():
         for blocks in candidates:
             yield _compiled(entry, "bf16", padded, padded, blocks, "causal", card)
+        biased = BIASED_KEY_VALUE_BLOCKS[card, padded] if entry is _KEY_VALUE else candidates
+        for blocks in biased:
             yield _compiled(entry, "bf16", padded, padded, blocks, "alibi", card)
         first = candidates[0]
         yield _compiled(entry, "bf16", padded, padded, first, "full", card)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib.metadata
+import subprocess
+import sys
 from pathlib import Path
 
 import public_names
@@ -55,3 +57,14 @@ def test_every_name_that_a_module_offers_is_there(tmp_path):
     offered, _, missing = run.stdout.strip().splitlines()[-1].partition(" ")
     assert int(offered) > 400
     assert missing == "[]"
+
+
+def test_the_folder_of_kernels_is_no_package_of_that_name():
+    """transformers imports a package `kernels` where it finds one: in the root of the repository, the folder of smpc's."""
+    root = Path(__file__).parents[2]
+    lines = "import transformers.utils as utils; print(utils.is_kernels_available()); from kernels import attention"
+    run = subprocess.run([sys.executable, "-c", lines], cwd=root, capture_output=True, text=True, timeout=120)
+    assert run.stdout.strip() == "False"
+    assert run.stderr.strip().endswith(
+        "import smpc.kernels, not kernels: the folders at the top of the repository are parts of smpc"
+    )

@@ -35,7 +35,7 @@ def test_opcheck():
     q, k, v = (
         torch.randn(1, heads, 130, 64, device="cuda", dtype=torch.float16, requires_grad=True) for heads in (4, 2, 2)
     )
-    torch.library.opcheck(attention_op, (q, k, v, None, 0.2, True, 0), atol=1e-2, rtol=1e-2)
+    torch.library.opcheck(attention_op, (q, k, v, None, None, 0.2, True, 0), atol=1e-2, rtol=1e-2)
 
 
 def test_gradients_repeat():

@@ -50,8 +50,8 @@ def test_head_sizes(head: int):
 @pytest.mark.parametrize("blocks", [Blocks(16, 32, 4, 1), Blocks(32, 16, 4, 1), Blocks(64, 64, 4, 1)], ids=str)
 def test_block_sizes_change_nothing_but_the_order_of_sums(blocks: Blocks):
     q, k, v = (torch.randn(1, 2, 50, 32) for _ in range(3))
-    out, lse = launch_forward(q, k, v, None, 0.2, True, 0, blocks)
-    other, other_lse = launch_forward(q, k, v, None, 0.2, True, 0)
+    out, lse = launch_forward(q, k, v, None, None, 0.2, True, 0, blocks)
+    other, other_lse = launch_forward(q, k, v, None, None, 0.2, True, 0)
     torch.testing.assert_close(out, other, rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(lse, other_lse, rtol=1e-5, atol=1e-5)
 
@@ -59,7 +59,7 @@ def test_block_sizes_change_nothing_but_the_order_of_sums(blocks: Blocks):
 @pytest.mark.slow
 def test_opcheck():
     q, k, v = (torch.randn(1, heads, 17, 32, requires_grad=True) for heads in (2, 1, 1))
-    torch.library.opcheck(attention_op, (q, k, v, None, 0.2, True, 0))
+    torch.library.opcheck(attention_op, (q, k, v, None, None, 0.2, True, 0))
 
 
 def test_results_repeat():

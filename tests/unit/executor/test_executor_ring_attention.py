@@ -4,6 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from tensor_ranks import run_ranks, tensor_groups
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from smpc.executor.collectives import in_own_order, own_pieces
 from smpc.executor.sequence.ring import ring_attention
@@ -101,6 +102,27 @@ def test_hidden_keys_travel_as_a_bias(causal):
     for mirrored in (True, False):
         found = on_ring(by_ring, 4, q, k, v, grad, causal=causal, mirrored=mirrored, bias=bias)
         assert max(errors(found, exact)) < 1e-14
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("kind", ["alibi", "offset", "lowest"])
+def test_large_biases_err_at_most_twice_as_much_as_torch(kind, causal):
+    """ALiBi over long sequences, and padded samples all of whose keys have the same large negative bias.
+
+    By torch's formula: with the lowest number its kernel for CPUs has gradients as many times too large as there are keys.
+    """
+    tensors = drawn(512)
+    bias = torch.zeros(2, 1, 1, 512)
+    if kind == "alibi":
+        bias = torch.tensor([0.5, 0.25, 0.125, 0.0625]).view(1, 4, 1, 1) * torch.arange(512.0)
+    else:
+        bias[0] = -1e4 if kind == "offset" else torch.finfo(torch.float32).min
+    with sdpa_kernel(SDPBackend.MATH):
+        exact = whole_attention(*tensors, dtype=torch.float64, causal=causal, bias=bias)
+        own = errors(whole_attention(*tensors, dtype=torch.float32, causal=causal, bias=bias), exact)
+    for mirrored in (True, False):
+        found = errors(on_ring(by_ring, 4, *tensors, causal=causal, mirrored=mirrored, bias=bias), exact)
+        assert all(a <= 2 * max(b, 1e-6) for a, b in zip(found, own, strict=True)), (found, own)
 
 
 def test_queries_that_see_nothing_get_zeros():

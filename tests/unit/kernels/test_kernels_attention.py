@@ -57,13 +57,14 @@ def test_gradcheck():
 def test_opcheck():
     q, k, v = heads(2, 4, 5, 8, grad=True), heads(2, 2, 7, 8, grad=True), heads(2, 2, 7, 8, grad=True)
     strided = heads(2, 5, 4, 8).transpose(1, 2).requires_grad_()
-    bias = torch.zeros(2, 1, 1, 7)
-    torch.library.opcheck(attention_op, (q, k, v, bias, 0.3, False, 0))
-    torch.library.opcheck(attention_op, (strided, k, v, None, 0.3, True, 2))
+    bias, shift = torch.randn(2, 1, 1, 7), torch.randn(2, 4, 5)
+    torch.library.opcheck(attention_op, (q, k, v, bias, shift, 0.3, False, 0))
+    torch.library.opcheck(attention_op, (strided, k, v, None, None, 0.3, True, 2))
     q, k, v = (x.detach() for x in (q, k, v))
-    out, lse = attention_op(q, k, v, None, 0.3, True, 0)
+    out, lse = attention_op(q, k, v, None, None, 0.3, True, 0)
     torch.library.opcheck(
-        attention_backward_op, (torch.randn_like(out), torch.randn_like(lse), q, k, v, None, out, lse, 0.3, True, 0)
+        attention_backward_op,
+        (torch.randn_like(out), torch.randn_like(lse), q, k, v, None, None, out, lse, 0.3, True, 0),
     )
 
 
