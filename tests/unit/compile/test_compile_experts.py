@@ -9,9 +9,10 @@ from torch import nn
 
 import smpc
 from smpc.codegen.rewrite.expert_parallel import describe_experts
+from smpc.compile.exchange import StepSurroundings
 from smpc.compile.options import PipelineOptions
 from smpc.compile.result import Traced
-from smpc.compile.step import StepSurroundings, step_parts
+from smpc.compile.step import step_parts
 from smpc.config.numbers import format_bytes
 from smpc.errors import ConfigError, UsageError
 from smpc.expert_parallel import shard

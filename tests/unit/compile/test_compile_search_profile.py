@@ -11,11 +11,11 @@ from torch import nn
 from transformers import MixtralConfig, MixtralForCausalLM
 
 from smpc.codegen.schedules.named import choose
+from smpc.compile.exchange import Sharding
 from smpc.compile.search.forecast import Forecast, Plans
 from smpc.compile.search.profile import in_flight, placement
 from smpc.compile.search.space import Setting, Tried, shapes, ways
 from smpc.compile.search.workloads import Load, Workloads
-from smpc.compile.step import Sharding
 from smpc.partitioner.costs.device_file import find_device
 from smpc.partitioner.solve import rank_peaks
 from smpc.sample_inputs import as_inputs
@@ -138,7 +138,7 @@ def test_what_is_not_in_experts_stays_whole_in_guesses():
         model = MixtralForCausalLM(config)
     ids = torch.zeros(4, 32, dtype=torch.int64)
     device = find_device("h100")
-    setting = Setting(4, NO_LIMIT, device, "adam", Tried((1,), (1,), (1, 4), tuple(Sharding)), 1.0)
+    setting = Setting(4, NO_LIMIT, device, "adam", Tried((1,), (1,), (1, 4), (Sharding.NONE,)), 1.0)
     loads = Workloads(model, as_inputs({"input_ids": ids, "labels": ids}), device, ())
     forecast = Forecast.of(setting, loads, 1)
     shape = next(shape for shape in shapes(4, 4, device, forecast.tried) if shape.expert_parallel_degree == 4)
