@@ -56,7 +56,7 @@ class PipelineOptions(CompilationKeys):
         if shards > 0 and replicas % shards:
             more = -(-replicas // shards) * shards
             wrong.append(
-                f"sharded_data_parallel_degree: expected a divisor of data_parallel_degree {replicas}, found {shards}: it is how many of the "
+                f"sharded_data_parallel_degree: expected a divisor of data_parallel_degree {replicas}, found {shards}: it is how many "
                 f"replicas split parameters among them; plan for {more} replicas (smpc compile -d {more}), or change the degree"
             )
         wrong += [

@@ -16,6 +16,7 @@ from smpc.compile.step import step_parts
 from smpc.config.numbers import format_bytes
 from smpc.errors import ConfigError, UsageError
 from smpc.expert_parallel import shard
+from smpc.partitioner.costs.device import Device, Wire
 from smpc.runtime import LoopbackRuntime
 
 ROWS, HIDDEN, CHOSEN = 2 * LENGTH, 32, 2
@@ -292,3 +293,31 @@ def test_ranks_that_share_sequences_count_as_replicas(options):
     )
     state = [[(stage.parameter_bytes, stage.optimizer_bytes) for stage in stages] for stages in (shared, replicas)]
     assert state[0] == state[1]
+
+
+def test_gradients_of_experts_are_summed_over_the_ranks_that_have_the_same():
+    """They were taken to be summed over all replicas, of which each has other experts; and so were the optimizer's buckets."""
+    wire = Wire(1e6, 0.0)
+    device = Device("d", {"float32": 1e15}, 1e9, 1, 8, wire, wire)
+    chosen = {"device": device, "data_parallel_degree": 4, "expert_parallel_degree": 4}
+    options = PipelineOptions(1, 1, **chosen)
+    found = compiled("MixtralForCausalLM", pipeline_parallel_degree=1, microbatches=1, **chosen)
+    (stage,) = found.plan.stages
+    experts = sum(4 * state.spec.num_elements for state in found.trace.state if state.name in found.divided.parameters)
+    others = stage.gradient_bytes - experts
+    assert 0 < others < stage.gradient_bytes
+    parts = step_parts(found.planned.traced, found.plan, found.timeline(), StepSurroundings.of(options))
+    sent = 2 * others * 3 / 4
+    assert parts.data == pytest.approx(sent / 1e6, rel=0.02)  # each rank alone has its experts
+    state = 2 * stage.gradient_bytes  # Adam's
+    assert parts.optimizer == pytest.approx((3 * stage.gradient_bytes + 2 * state) / 1e9)
+    # In parts: on two ranks, the experts on those two that have the same
+    options = {"data_parallel_degree": 4, "expert_parallel_degree": 2, "fully_shard": True, "device": device}
+    found = compiled("MixtralForCausalLM", pipeline_parallel_degree=2, microbatches=2, **options)
+    for stage in found.plan.stages:
+        own = [state for state in found.trace.state if state.name in stage.parameters]
+        experts = sum(4 * state.spec.num_elements for state in own if state.name in found.divided.parameters)
+        others = sum(4 * state.spec.num_elements for state in own) - experts
+        once = (others * 3 / 4 + experts / 2) / 1e6
+        assert stage.exchange.first_forward == pytest.approx(once)
+        assert stage.exchange.last_backward == pytest.approx(once)
