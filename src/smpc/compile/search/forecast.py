@@ -60,7 +60,7 @@ from smpc.partitioner.costs.collectives import bandwidth, sent_time
 from smpc.partitioner.costs.cost import node_times
 from smpc.partitioner.costs.device import Group
 from smpc.partitioner.graph.plan import Plan
-from smpc.partitioner.graph.recompute import requested_regions
+from smpc.partitioner.graph.recompute import kept_bytes, requested_regions
 from smpc.partitioner.solve import rank_peaks
 from smpc.tracer.ir import Trace
 
@@ -80,7 +80,6 @@ class Forecast:
     _samples: dict[_Key, EstimatedSample] = field(default_factory=dict)
     _reruns: dict[tuple[_Key, str], EstimatedReruns] = field(default_factory=dict)
     _profiles: dict[Load, Profile] = field(default_factory=dict)
-    _kept: dict[str, float] = field(default_factory=dict)  # part of what they save, by what is computed again
     _places: dict[Shape, tuple[EstimatedPlace, tuple[Group, Group, Group]]] = field(default_factory=dict)
     _states: dict[int, tuple[EstimatedState, EstimatedState]] = field(
         default_factory=dict
@@ -107,16 +106,17 @@ class Forecast:
         return found
 
     def _note_again(self, trace: Trace, profile: Profile | None, name: str) -> None:
-        """What modules that are computed again are in a profile; they keep as much of what they save as in the smallest microbatch."""
+        """What modules that are computed again are in a profile, and the part that they keep of what they save.
+
+        Of ranks that share operations it is a larger part: what a block reads may be whole on each of them, what it saves is in slices.
+        """
         assert profile is not None, "a sample of a trace has a profile"
         own = set(trace.regions)
         asked = requested_regions(trace, self.again[name]).regions
         regions = [(region.first, region.last) for region in asked if region not in own]
-        if name not in self._kept:
-            before, after = self.base["model"].activation_bytes, self.base[name].activation_bytes
-            inside = profile.saved_inside(regions)
-            self._kept[name] = max(0.0, 1.0 - (before - after) / inside) if inside else 1.0
-        profile.compute_again(name, regions, self._kept[name])
+        less = kept_bytes(trace, trace.regions) - kept_bytes(trace, asked)
+        inside = profile.saved_inside(regions)
+        profile.compute_again(name, regions, max(0.0, 1.0 - less / inside) if inside else 1.0)
 
     def least(self, shape: Shape) -> tuple[float, int]:
         """Seconds and bytes that no candidate of a shape is below, by the smallest microbatch that is known of such ranks."""
