@@ -16,6 +16,8 @@ from smpc.compile.step import step_parts
 from smpc.config.numbers import format_bytes
 from smpc.errors import ConfigError, UsageError
 from smpc.expert_parallel import shard
+from smpc.experts import confirm
+from smpc.experts.structure import Stacked
 from smpc.partitioner.costs.device import Device, Wire
 from smpc.runtime import LoopbackRuntime
 
@@ -321,3 +323,46 @@ def test_gradients_of_experts_are_summed_over_the_ranks_that_have_the_same():
         once = (others * 3 / 4 + experts / 2) / 1e6
         assert stage.exchange.first_forward == pytest.approx(once)
         assert stage.exchange.last_backward == pytest.approx(once)
+
+
+class Scaled(nn.Module):
+    """Experts with a number of their own, and of tokens that they drop."""
+
+    def __init__(self, scale, dropped=0):
+        super().__init__()
+        self.scale, self.dropped, self.num_experts = scale, dropped, 4
+        self.up, self.down = (nn.Parameter(torch.zeros(4, *shape)) for shape in ((HIDDEN, 24), (24, HIDDEN)))
+
+    def forward(self, hidden, index, weights):
+        found = torch.zeros_like(hidden)
+        for expert in range(self.num_experts):
+            rows, slots = torch.where(index == expert)
+            rows, slots = (rows[: len(rows) - self.dropped], slots[: len(rows) - self.dropped])
+            done = torch.relu(hidden[rows] @ self.up[expert]) @ self.down[expert] * self.scale
+            found = found.index_add(0, rows, done * weights[rows, slots, None])
+        return found
+
+
+def test_experts_that_are_made_alike_are_tried_once(monkeypatch):
+    """Those of each layer were: 32 times two gigabytes of invented parameters for a Mixtral, most of the time of its plan."""
+    tried, once = [], confirm._tried_split
+
+    def counted(experts, *others):
+        tried.append(experts.name)
+        return once(experts, *others)
+
+    monkeypatch.setattr(confirm, "_tried_split", counted)
+    scales = (1.0, 1.0, 2.0, 1.0, 1.0)
+    layers = [Scaled(scale, dropped=int(place == 3)) for place, scale in enumerate(scales)]
+    layers[4].register_forward_hook(lambda *_: None)
+    confirmations = confirm.Confirmations()
+    found = [Stacked(str(i), layer, 4, ("up", "down")) for i, layer in enumerate(layers)]
+    results = [confirmations.of(one) for one in found]
+    assert tried[0] == "0"
+    assert "1" not in tried
+    assert {"2", "3", "4"} <= set(tried)
+    assert isinstance(results[3], str)  # it drops tokens
+    for one, result in zip(found, results, strict=True):
+        alone = confirm.confirm(one)
+        assert result == alone
+        assert isinstance(result, str) or result.experts is one
