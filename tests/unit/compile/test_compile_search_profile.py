@@ -77,10 +77,12 @@ def grid(forecast):
     return list(found.values())
 
 
-# Of all of them one is guessed at 0.68: logits of all microbatches under GPipe, in slices of a fourth.
-@pytest.mark.parametrize(("every", "least"), [pytest.param(1, 0.65, marks=pytest.mark.slow), (4, 0.75)])
-def test_guesses_are_near_plans_for_all_degrees(known, every, least):
-    """They were off by factors: the fullest stage was taken for the average one, and a module at work for nothing."""
+@pytest.mark.parametrize("every", [pytest.param(1, marks=pytest.mark.slow), 4])
+def test_guesses_are_near_plans_for_all_degrees(known, every):
+    """They were off by factors: the fullest stage was taken for the average one, and a module at work for nothing.
+
+    Of blocks that are computed again, tensor-parallel ranks were taken to keep as small a part as one rank alone: 0.68 under GPipe.
+    """
     forecast, plans = known
     chosen = grid(forecast)[::every]
     of = {"tensor_parallel_degree", "context_parallel_degree", "pipeline_parallel_degree", "schedule", "sharding"}
@@ -92,8 +94,8 @@ def test_guesses_are_near_plans_for_all_degrees(known, every, least):
         plan = plans.planned(candidate, NO_LIMIT, prove=False).plan
         ratios.append((guess.peak / max(rank_peaks(plan).values()), candidate))
     off = [(round(ratio, 3), candidate) for ratio, candidate in ratios if not 0.9 <= ratio <= 1.1]
-    assert len(off) <= len(ratios) // 10, off
-    assert all(least <= ratio <= 1.5 for ratio, _ in off), off  # where what is computed again cannot be in one stage
+    assert len(off) <= len(ratios) // 15, off
+    assert all(0.85 <= ratio <= 1.4 for ratio, _ in off), off  # where what is computed again cannot be in one stage
 
 
 def test_a_microbatch_that_was_not_recorded_is_guessed_from_another_size(known):

@@ -356,7 +356,9 @@ def guess(sample: EstimatedSample, candidate: Candidate, place: EstimatedPlace) 
     if stages is not None:
         ranks = placement(candidate.schedule, p, v)
         same = shape.num_holders, shape.num_expert_holders
-        held = Held(m, candidate.sharding, *same, profile.scratch, profile.early, sample.memory, sample.size)
+        held = Held(
+            m, candidate.sharding, *same, profile.scratch, profile.buckets, profile.early, sample.memory, sample.size
+        )
         busiest = stages.share(p, ranks)
         numbers = candidate.schedule, p, v, m
         peak = stages.peak(in_flight(*numbers), ranks, held, splits(*numbers))

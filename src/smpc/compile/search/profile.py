@@ -26,7 +26,7 @@ from smpc.codegen.offload import action_uses
 from smpc.codegen.schedules.named import choose
 from smpc.codegen.simulate import Costs, chain
 from smpc.compile.exchange import Sharding
-from smpc.partitioner.costs.cost import CostModel
+from smpc.partitioner.costs.cost import SENT_UPDATES, CostModel
 from smpc.partitioner.graph.trace_graph import Graph
 from smpc.partitioner.memory.deferred import ActionUse, Beside, deferred_bytes
 from smpc.partitioner.memory.lifetimes import lifetimes, loss_roots, saved_activations
@@ -120,7 +120,7 @@ class Stages:
         found = np.where(k < m, np.maximum(found, more), found)
         if m > 1:
             found = np.maximum(found, behind + later + gradients)
-        after = gradients + held.scratch / (held.replicas if held.sharding is Sharding.STATE else 1) * parameters
+        after = gradients + held.update_of(parameters)
         kept = parameters + self.buffers + self._kept(held)
         if held.sharding is Sharding.FULL and held.replicas > 1:
             after = 2 * gradients - parameters
@@ -189,9 +189,17 @@ class Held:
     replicas: int  # ranks that hold the same parameters
     same: int  # ranks that hold the same experts
     scratch: float  # what the optimizer makes and drops, in sizes of the parameters
+    buckets: float  # bytes of updated parameters that are under way at a time
     early: bool  # gradients are there before the first backward
     memory: float = 1.0
     state: float = 1.0
+
+    def update_of(self, parameters: FloatArray) -> FloatArray:
+        """What the optimizer makes and drops; ranks that divide its state send each other what they have updated, in buckets."""
+        if self.sharding is not Sharding.STATE or self.replicas == 1:
+            return self.scratch * parameters
+        found: FloatArray = np.maximum(self.scratch / self.replicas * parameters, np.minimum(parameters, self.buckets))
+        return found
 
     def kept_of(self, optimizer: FloatArray, gradients: FloatArray, number: int) -> FloatArray:
         """Of the optimizer, with the buckets of replicas; `number`: ranks that hold the same."""
@@ -225,6 +233,7 @@ class Profile:
     outputs: float  # bytes that the last stage hands on
     inputs: float
     scratch: float  # see `Held`
+    buckets: float
     early: bool
     regions: dict[str, tuple[IntArray, float]] = field(default_factory=dict)  # see `compute_again`
     _known: dict[tuple[str, int], Stages | None] = field(default_factory=dict)
@@ -277,6 +286,12 @@ class Profile:
             float(sum(spec.num_bytes for spec in specs if spec is not None)),
             float(sum(trace.storages[storage] for storage in sorted(given))),
             _scratch_in_profile(trace, costs),
+            float(
+                max(
+                    (SENT_UPDATES * spec.spec.torch_dtype.itemsize for spec in trace.state if spec.is_parameter),
+                    default=0,
+                )
+            ),
             costs.optimizer.main_grad,
         )
 
