@@ -16,6 +16,7 @@ ranks follow each other on the wire:
 
     arrival = max(handed over, wire free) + bytes / bandwidth + latency
 
+Of stages whose parameters are in parts, the actions that gather them and sum their gradients take so much longer (`StageExchange`).
 Values that stay on a rank arrive at once, and so do the model's inputs, which are sent ahead of need (see `lower`). What a plan offloads
 is copied to the host and back meanwhile: see `smpc.codegen.offload`.
 
@@ -180,7 +181,7 @@ def simulate_plan(plan: Plan, channels: Sequence[Channel], schedule: Schedule) -
 
 def simulate_step(plan: Plan, links: Sequence[Transfer], schedule: Schedule) -> Timeline:
     """The same with what the stages pass to each other, and with the copies of what the plan offloads."""
-    costs, link = Costs.of_plan(plan), plan.host_link
+    costs, link = _with_exchanges(Costs.of_plan(plan), plan, schedule), plan.host_link
     offloading = None if link is None else Offloading.of(plan, link)
     plain = simulate(schedule, links, costs)
     if offloading is None:
@@ -190,6 +191,29 @@ def simulate_step(plan: Plan, links: Sequence[Transfer], schedule: Schedule) -> 
     simulation.run()
     found = Timeline(len(schedule), tuple(simulation.events), tuple(copies.copies))
     return replace(found, stalled=found.makespan - plain.makespan)
+
+
+def _with_exchanges(costs: Costs, plan: Plan, schedule: Schedule) -> Costs:
+    """With what the stages gather and sum, in the actions that wait for it."""
+    exchanges = {stage.index: stage.exchange for stage in plan.stages if stage.exchange is not None}
+    if not exchanges:
+        return costs
+    split = split_backwards(action for actions in schedule for action in actions)
+    found: dict[Action, float] = {}
+    for actions in schedule:
+        begun, last = set[int](), {action.stage: action for action in actions if action.op is not Op.FORWARD}
+        for action in actions:
+            exchange = exchanges.get(action.stage)
+            if exchange is None:
+                continue
+            seconds = costs.of(action, (action.stage, action.microbatch) in split)
+            if action.op is Op.FORWARD:
+                seconds += exchange.forward + (0.0 if action.stage in begun else exchange.first_forward)
+                begun.add(action.stage)
+            elif action.op is Op.BACKWARD:
+                seconds += exchange.backward
+            found[action] = seconds + (exchange.last_backward if action == last.get(action.stage) else 0.0)
+    return replace(costs, actions=found)
 
 
 def merge(

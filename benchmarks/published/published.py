@@ -29,8 +29,9 @@ sys.path.insert(0, str(Path(__file__).parent))
 from published_models import LanguageModel, Sizes
 
 from smpc.compile import PipelineOptions, plan_trace
+from smpc.compile.exchange import StepSurroundings
 from smpc.compile.passes import Sharing, rewrite_trace
-from smpc.compile.step import StepParts, StepSurroundings, step_parts
+from smpc.compile.step import StepParts, step_parts
 from smpc.tracer import record
 
 ROWS = Path(__file__).with_name("rows.toml")

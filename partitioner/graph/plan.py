@@ -31,6 +31,20 @@ PLAN_VERSION = 1
 
 
 @dataclass(frozen=True, slots=True)
+class StageExchange:
+    """Seconds in which a stage waits for parameters in parts to be gathered, and for their gradients to be summed."""
+
+    first_forward: float = 0.0  # before the first forward of a step
+    forward: float = 0.0  # in every one
+    backward: float = 0.0
+    last_backward: float = 0.0  # after the last backward, or weight gradients
+
+    def in_step(self, num_microbatches: int) -> float:
+        """All of it."""
+        return self.first_forward + num_microbatches * (self.forward + self.backward) + self.last_backward
+
+
+@dataclass(frozen=True, slots=True)
 class Stage:
     """One pipeline stage and its predicted cost."""
 
@@ -62,6 +76,7 @@ class Stage:
     split_time: float = 0.0  # beside forward_time and backward_time, where the backward is split
     deferred_bytes_per_microbatch: int = 0  # there, of the activations, what the later part reads, and gradients for it
     in_flight_bytes: int | None = None  # at the peak, of all microbatches in flight; None: activations of each
+    exchange: StageExchange | None = None  # beside forward_time and backward_time, where parameters are in parts
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,14 +169,15 @@ class Plan:
         return {**self._content(), "fingerprint": self.fingerprint}
 
     def _content(self) -> dict[str, Any]:
-        """The fields as plain data; `kernels`, `host_link`, and those of split backwards only where there is something to say."""
+        """The fields as plain data; `kernels`, `host_link`, split backwards and exchanges only where there is something to say."""
         data = {key: value for key, value in asdict(self).items() if value or key not in ("kernels", "host_link")}
         for stage in data["stages"]:
             for name in ("split_time", "deferred_bytes_per_microbatch"):
                 if not stage[name]:
                     del stage[name]
-            if stage["in_flight_bytes"] is None:
-                del stage["in_flight_bytes"]
+            for name in ("in_flight_bytes", "exchange"):
+                if stage[name] is None:
+                    del stage[name]
         return data
 
     def to_json(self) -> str:
@@ -195,7 +211,8 @@ class Plan:
 
 def _stage_of_plan(data: dict[str, Any]) -> Stage:
     regions = tuple(Region(**region) for region in data.get("checkpoints", ()))
-    return Stage(**{**_tuples_of_plan(data), "checkpoints": regions})
+    exchange = StageExchange(**data["exchange"]) if data.get("exchange") else None
+    return Stage(**{**_tuples_of_plan(data), "checkpoints": regions, "exchange": exchange})
 
 
 def _tuples_of_plan(data: dict[str, Any]) -> dict[str, Any]:

@@ -30,6 +30,8 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
+import numpy as np
+
 from smpc.partitioner.costs.cost import CostModel
 from smpc.partitioner.graph.trace_graph import Clusters, Graph
 from smpc.partitioner.problem import IntArray
@@ -131,6 +133,20 @@ def with_regions(graph: Graph, regions: Sequence[Region]) -> Graph:
             storages = (graph.trace.node(name).storage for name in region_inputs(graph.trace, region))
             saved[first] = tuple(dict.fromkeys(storage for storage in storages if storage >= 0))
     return replace(graph, saved=tuple(saved))
+
+
+def kept_bytes(trace: Trace, regions: Sequence[Region]) -> int:
+    """Bytes that a whole microbatch keeps for its backward, where these regions, outer ones first, are computed again."""
+    outside, found, end = np.ones(len(trace.nodes), dtype=bool), set[int](), 0
+    for region in regions:
+        outside[region.first : region.last] = False
+        if region.first >= end:
+            found.update(trace.node(name).storage for name in region_inputs(trace, region))
+            end = region.last
+    for position in np.flatnonzero(outside).tolist():
+        found.update(trace.nodes[position].saved)
+    found -= {state.storage for state in trace.state} | {-1}
+    return sum(trace.storages[storage] for storage in sorted(found))
 
 
 def active_regions(

@@ -1,8 +1,9 @@
 """Memory of a rank whose whole model runs as it is, with parameters in parts that blocks gather for themselves (`fully_shard`).
 
 The stages of a pipeline gather all that they have in their first forward (`smpc.partitioner.memory.peak`). Without a pipeline each unit
-does so: the repeated blocks, and the model with what is in none of them. `smpc.sharding.units` finds them in the model, `find_units` here
-by the calls of a trace. How long a unit stays whole:
+does so: the repeated blocks, and the model with what is in none of them. `smpc.sharding.units` finds them in the model, `traced_units` here
+by the calls of a trace, for predictions of memory and of time. Experts that ranks divide are units of their own inside of their blocks.
+How long a unit stays whole:
 
     step          to the end of its last backward; whole gradients add up, and are averaged there. Units of small parameters
     microbatch    from its forward to its backward; gradients are averaged in each backward, and parts of them add up
@@ -20,7 +21,7 @@ With n over the nodes, the most is one of
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -30,7 +31,7 @@ from smpc.config.keep import Keep, keep_of
 from smpc.partitioner.costs.cost import CostModel
 from smpc.partitioner.graph.trace_graph import Graph
 from smpc.partitioner.problem import IntArray
-from smpc.tracer.ir import Trace
+from smpc.tracer.ir import NodeKind, Trace
 
 
 def repeated_blocks(trace: Trace) -> tuple[str, ...]:
@@ -46,6 +47,67 @@ def repeated_blocks(trace: Trace) -> tuple[str, ...]:
         for name in dict.fromkeys(call.fqn for call in trace.calls)
         if name in repeated and not any(name.startswith(f"{other}.") for other in repeated)
     )
+
+
+@dataclass(frozen=True, slots=True)
+class TracedUnit:
+    """A unit that runs from position `first` to `last`. `state`: its parameters; `is_apart`: in parts on fewer ranks than others."""
+
+    name: str
+    first: int
+    last: int
+    state: tuple[int, ...]
+    keep: Keep
+    is_apart: bool = False
+
+
+def traced_units(
+    trace: Trace,
+    positions: Sequence[int],
+    state: Sequence[int],
+    limits: tuple[int, int],
+    apart: Collection[str] = (),
+) -> list[TracedUnit]:
+    """The units that have some of these parameters, in the order in which they end, the model last, in a run of the nodes at `positions`.
+
+    `limits`: of small parameters, and of models that stay whole, in elements; `apart`: names of parameters that fewer ranks hold.
+    """
+    runs = frozenset(positions)
+    spans: dict[str, list[int]] = {name: [] for name in repeated_blocks(trace)}
+    for call in trace.calls:
+        if call.fqn in spans:
+            spans[call.fqn] += [position for position in range(call.first, call.last) if position in runs]
+    blocks = {name: (min(found), max(found)) for name, found in spans.items() if found}
+    whole = (min(positions, default=0), max(positions, default=0))
+    parameters = [i for i in state if trace.state[i].is_parameter]
+    held: dict[tuple[str, bool], list[int]] = {}
+    for i in parameters:
+        around = {_unit_of(name, blocks) for name in trace.state[i].names}
+        name = "" if len(around) > 1 else around.pop()
+        held.setdefault((name, trace.state[i].name in apart), []).append(i)
+    total = sum(trace.state[i].spec.num_elements for i in parameters)
+    found = []
+    for (name, is_apart), own in held.items():
+        first, last = blocks.get(name, whole)
+        if is_apart:
+            first, last = _span_of_experts(trace, own, positions) or (first, last)
+        largest = max(trace.state[i].spec.num_elements for i in own)
+        found.append(TracedUnit(name, first, last, tuple(own), keep_of(largest, total, *limits), is_apart))
+    return sorted(
+        found, key=lambda unit: (not unit.name and not unit.is_apart, unit.last, not unit.is_apart, unit.first)
+    )
+
+
+def _span_of_experts(trace: Trace, state: Sequence[int], positions: Sequence[int]) -> tuple[int, int] | None:
+    """The first and the last of the modules with these parameters that are called whole; None: none is."""
+    names = tuple(name for i in state for name in trace.state[i].names)
+    nodes = [(position, trace.nodes[position]) for position in positions]
+    calls = [
+        position
+        for position, node in nodes
+        if node.kind is NodeKind.CALL_MODULE and any(name.startswith(f"{node.target}.") for name in names)
+    ]
+    return (min(calls), max(calls)) if calls else None
 
 
 @dataclass
@@ -74,29 +136,18 @@ class UnitBytes:
 
 
 def find_units(graph: Graph, cost_model: CostModel, positions: Sequence[int], state: Sequence[int]) -> list[UnitBytes]:
-    """The units that have some of these parameters, in order of execution, the model last, in a run of the nodes at `positions`."""
+    """The bytes of `traced_units`; they run the nodes of these indices into `positions`."""
     trace = graph.trace
     index = {position: i for i, position in enumerate(positions)}
-    spans: dict[str, list[int]] = {name: [] for name in repeated_blocks(trace)}
-    for call in trace.calls:
-        if call.fqn in spans:
-            spans[call.fqn] += [index[position] for position in range(call.first, call.last) if position in index]
-    units = {name: UnitBytes(min(found), max(found)) for name, found in spans.items() if found}
-    root = UnitBytes(0, max(0, len(positions) - 1))
-    parameters = [i for i in state if trace.state[i].is_parameter]
-    for i in parameters:
-        around = {_unit_of(name, units) for name in trace.state[i].names}
-        (root if len(around) > 1 else units.get(around.pop(), root)).state.append(i)
-    small, most = cost_model.units or (0, 0)
-    total = sum(trace.state[i].spec.num_elements for i in parameters)
-    found = [unit for unit in (*units.values(), root) if unit.state]
-    for unit in found:
+    found = []
+    for unit in traced_units(trace, positions, state, cost_model.units or (0, 0), cost_model.apart):
         own = [trace.state[i] for i in unit.state]
-        unit.keep = keep_of(max(state.spec.num_elements for state in own), total, small, most)
-        unit.whole = sum(map(cost_model.gathered_bytes, own))
-        unit.gradients = sum(map(cost_model.gradient_bytes, own))
-        unit.parts = sum(-(-cost_model.gradient_bytes(each) // cost_model.optimizer_of(each).shards) for each in own)
-        unit.averaging = sum(map(cost_model.averaging_bytes, own))
+        held = UnitBytes(index.get(unit.first, 0), index.get(unit.last, 0), unit.keep, list(unit.state))
+        held.whole = sum(map(cost_model.gathered_bytes, own))
+        held.gradients = sum(map(cost_model.gradient_bytes, own))
+        held.parts = sum(-(-cost_model.gradient_bytes(each) // cost_model.optimizer_of(each).shards) for each in own)
+        held.averaging = sum(map(cost_model.averaging_bytes, own))
+        found.append(held)
     return found
 
 

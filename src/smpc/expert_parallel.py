@@ -31,7 +31,7 @@ from smpc.codegen.rewrite.expert_parallel import PARTS
 from smpc.errors import ConfigError, ConfigUnsupportedError
 from smpc.executor.collectives import TensorGroup, sum_over
 from smpc.executor.replicas.apart import ExpertsApart
-from smpc.experts.confirm import Confirmed, confirm
+from smpc.experts.confirm import Confirmations, Confirmed
 from smpc.experts.dispatch import WAYS
 from smpc.experts.listed import spread_out
 from smpc.experts.stacked import Options, cut
@@ -200,8 +200,9 @@ def _confirmed_for_expert_parallel(
     """The experts to cut, and why others stay whole."""
     cuttable: list[Confirmed | Listed] = []
     whole: dict[str, str] = {}
+    confirmations = Confirmations()
     for one in find_experts(model, patterns):
-        outcome = _unsuited_for_expert_parallel(one, group, router) or confirm(one)
+        outcome = _unsuited_for_expert_parallel(one, group, router) or confirmations.of(one)
         if isinstance(outcome, str):
             whole[one.name] = outcome
         else:

@@ -153,10 +153,7 @@ class Cut:
     @property
     def _runs_as_it_is(self) -> bool:
         """Whether no program runs, and blocks gather the parameters that are in parts: scripts without a pipeline."""
-        traced = self.traced
-        shares = traced.sharded is not None or traced.context is not None
-        has_program = traced.sends_batch or shares or len(self.choice.placement) > 1
-        return self.options.num_shards > 1 and not has_program
+        return self.options.num_shards > 1 and not self.traced.has_program(len(self.choice.placement))
 
     @cached_property
     def _models(self) -> list[CostModel]:

@@ -14,16 +14,16 @@ from smpc.codegen.rewrite.expert_parallel import PARTS, Experts
 from smpc.codegen.rewrite.tensor_parallel.fused_experts import columns_of
 from smpc.codegen.rewrite.tensor_parallel.styles import AUTO, StylePlan, find_plan
 from smpc.errors import ConfigError
-from smpc.experts.confirm import Confirmed, confirm
+from smpc.experts.confirm import Confirmations, Confirmed
 from smpc.experts.segmented import find_segmented
 from smpc.experts.structure import Found, Stacked, find_experts
 
 
 def experts_to_divide(model: nn.Module, degree: int) -> tuple[Experts, ...]:
     """The experts of a model, by names. ConfigError if there are none that `degree` ranks can divide among them."""
-    found, reasons = [], []
+    found, reasons, confirmations = [], [], Confirmations()
     for one in find_experts(model):
-        reason = confirm(one)
+        reason = confirmations.of(one)
         if one.num_experts < degree:
             reason = f"{one.num_experts} experts are fewer than {degree} ranks"
         if isinstance(reason, str):
@@ -64,10 +64,10 @@ def divided_by_expert(model: nn.Module, sliced: Collection[str] = ()) -> tuple[t
 
     With the attributes that count experts. Those that expert-parallel ranks divide already are among them.
     """
-    found = divided_parts(model)
+    found, confirmations = divided_parts(model), Confirmations()
     for one in find_experts(model):
         if isinstance(one, Stacked) and one.name not in sliced:
-            known = confirm(one)
+            known = confirmations.of(one)
             if isinstance(known, Confirmed) and known.may_share:
                 found[one.name] = known.counts
     return tuple((name, counts) for name, counts in found.items() if name not in sliced)

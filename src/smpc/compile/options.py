@@ -52,9 +52,12 @@ class PipelineOptions(CompilationKeys):
         if (self.fully_shard or shards > 1) and self.shard_optimizer_state:
             name = "fully_shard" if self.fully_shard else "sharded_data_parallel_degree"
             wrong.append(f"{name} and shard_optimizer_state exclude each other; keep one")
-        if self.data_parallel_degree > 1 and self.data_parallel_degree % shards:
+        replicas = self.data_parallel_degree
+        if shards > 0 and replicas % shards:
+            more = -(-replicas // shards) * shards
             wrong.append(
-                f"sharded_data_parallel_degree: expected a divisor of data_parallel_degree {self.data_parallel_degree}, found {shards}"
+                f"sharded_data_parallel_degree: expected a divisor of data_parallel_degree {replicas}, found {shards}: it is how many "
+                f"replicas split parameters among them; plan for {more} replicas (smpc compile -d {more}), or change the degree"
             )
         wrong += [
             f"{name}: not with {degree} above 1; leave one of them out"
@@ -81,10 +84,12 @@ class PipelineOptions(CompilationKeys):
         others = ("shard_optimizer_state", "trace_execution_times", "trace_memory_usage")
         wrong = [name for name in others if getattr(self, name)]
         found = [f"{name}: not with expert_parallel_degree above 1; leave one of them out" for name in wrong]
-        if replicas * context % degree:
+        shards = self.sharded_data_parallel_degree
+        name, number = ("sharded_data_parallel_degree", shards) if shards > 1 else ("data_parallel_degree", replicas)
+        if number * context % degree:
             product = f" x context_parallel_degree {context}" if context > 1 else ""
             found.append(
-                f"expert_parallel_degree: expected a divisor of data_parallel_degree {replicas}{product}, among whose ranks experts are "
+                f"expert_parallel_degree: expected a divisor of {name} {number}{product}, among whose ranks experts are "
                 f"divided, found {degree}"
             )
         return found
@@ -127,7 +132,9 @@ class PipelineOptions(CompilationKeys):
     def num_shards(self) -> int:
         """Ranks that have parts of one copy of the parameters; 1: each has all of them."""
         shards = self.sharded_data_parallel_degree
-        return self.num_holders if self.fully_shard else shards * self.context_parallel_degree if shards > 1 else 1
+        if shards > 1:  # with fully_shard, too
+            return shards * self.context_parallel_degree
+        return self.num_holders if self.fully_shard else 1
 
     @property
     def expert_optimizer(self) -> Optimizer:
@@ -138,19 +145,22 @@ class PipelineOptions(CompilationKeys):
         return optimizer.replicated(self.num_holders // degree, self.shard_optimizer_state)
 
     @property
+    def mesh(self) -> Mesh:
+        """The ranks, replicas far apart."""
+        degrees = self.pipeline_parallel_degree, self.tensor_parallel_degree, self.context_parallel_degree
+        return Mesh(
+            math.prod(degrees) * self.data_parallel_degree,
+            degrees[0],
+            degrees[1],
+            context_parallel_degree=degrees[2],
+            sharded_data_parallel_degree=self.sharded_data_parallel_degree,
+            expert_parallel_degree=self.expert_parallel_degree,
+        )
+
+    @property
     def expert_group(self) -> Group:
         """The ranks that experts are divided over: neighbours among those that run one stage with the same slices of weights."""
-        degree, context = self.expert_parallel_degree, self.context_parallel_degree
-        pipeline, tensor = self.pipeline_parallel_degree, self.tensor_parallel_degree
-        mesh = Mesh(
-            pipeline * tensor * context * self.data_parallel_degree,
-            pipeline,
-            tensor,
-            context_parallel_degree=context,
-            sharded_data_parallel_degree=degree // math.gcd(degree, context),
-            expert_parallel_degree=degree,
-        )
-        return Group.of(mesh, Axis.EP, self.devices[0])
+        return Group.of(self.mesh, Axis.EP, self.devices[0])
 
     def expert_times(self, trace: Trace, divided: ExpertTrace) -> NodeTimes:
         """Predicted times of what a rank with some of the experts runs: traffic takes time too. `trace`: `divided`'s, or with kernels."""

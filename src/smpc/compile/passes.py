@@ -43,6 +43,7 @@ from smpc.codegen.simulate import simulate_plan
 from smpc.codegen.split import plan_channels, split
 from smpc.codegen.verify import verify_programs
 from smpc.compile.cut import Cut, schedule_of
+from smpc.compile.exchange import StepSurroundings, with_exchanges
 from smpc.compile.options import PipelineOptions, asked_of, takes_options
 from smpc.compile.result import Compilation, Planned, Traced
 from smpc.errors import ConfigError, PartitionError
@@ -252,9 +253,11 @@ def plan_trace(
     saved: Plan | None = None,
     order: Schedule | None = None,
     prove: bool = True,
+    around: StepSurroundings | None = None,
 ) -> Planned:
     """The trace of a rank to a plan with its schedule; `like`, `saved` and `order`: see `smpc.compile.cut`.
 
+    `around`: where its ranks are, by default as the options say.
     Without `prove` the best contiguous plan is taken, with no word on how good it is or how many stages would fit: much quicker.
     """
     if traced.times is None:
@@ -264,6 +267,9 @@ def plan_trace(
     channels = plan_channels(traced.trace, plan)
     plan, schedule = cut.schedule(plan, channels)
     plan = with_size_note(plan, options.devices)
+    around = around or StepSurroundings.of(options)
+    if around.divides_parameters:
+        plan = with_exchanges(plan, traced, around, traced.times or node_times(traced.trace, options.cost_model))
     timeline = simulate_plan(plan, channels, schedule)
     summary = dataclasses.replace(plan.schedule, bubble_fraction=timeline.bubble_fraction, step_time=timeline.makespan)
     return Planned(traced.trace, dataclasses.replace(plan, schedule=summary), channels, schedule, timeline, traced)

@@ -49,6 +49,16 @@ class Traced:
     casts_inputs: bool = False  # in a script
     units: tuple[int, int] = (SMALL_PARAMETERS, MOST_PARAMETERS)  # without a program, what blocks in parts go by
 
+    @property
+    def experts(self) -> frozenset[str]:
+        """The parameters of experts that ranks divide, by canonical names."""
+        found = frozenset[str]() if self.divided is None else self.divided.parameters
+        return found if self.apart is None else found | self.apart[0]
+
+    def has_program(self, num_stages: int) -> bool:
+        """Whether a program runs, and not the model as it is: a pipeline's, or that of ranks which share operations or sequences."""
+        return self.sends_batch or self.sharded is not None or self.context is not None or num_stages > 1
+
 
 @dataclass(frozen=True)
 class Planned:

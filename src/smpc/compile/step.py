@@ -17,10 +17,9 @@
                 whose backward is in two parts, for each step, and for units in parts where the model runs as it is
 
 Gradients of a stage are summed in buckets from its last backward on, one stage of a rank after the other, and that ends no sooner than
-one bucket after the backward that made the last gradient. Replicas that share the optimizer's state gather the new parameters when it is
-done; replicas that share parameters gather those of a stage before its first forward, layer by layer while it runs, and send each other
-parts of gradients in place of whole ones. How long a collective takes: `smpc.partitioner.costs.collectives`. Over gloo torch's
-fully_shard waits for each of them, so nothing hides them. Where a model runs as it is, each of its units has collectives of its own.
+one bucket after the backward that made the last gradient. Those of experts that ranks divide are summed when all else is done, over the
+ranks that have the same ones. Replicas that share the optimizer's state gather the new parameters when it is done; what replicas that share
+parameters gather and sum is in the timeline (`smpc.compile.exchange`). How long a collective takes: `smpc.partitioner.costs.collectives`.
 
 `useful` are the seconds in which the FLOPs of forward and backward, each once, take at the peaks of their dtypes, so useful / total is the
 MFU. A causal attention counts with half of its products.
@@ -28,79 +27,25 @@ MFU. A causal attention counts with half of its products.
 
 from __future__ import annotations
 
-import dataclasses
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from enum import StrEnum
 
 import numpy as np
 
 from smpc.codegen.program import Op
 from smpc.codegen.rewrite.context_parallel.rewrite import collectives_of
 from smpc.codegen.simulate import Timeline
-from smpc.compile.options import PipelineOptions
+from smpc.compile.exchange import Sharding, StepSurroundings, parameters_of_stages
 from smpc.compile.result import Traced
-from smpc.mesh import Axis, Mesh
 from smpc.partitioner.costs.collectives import CollectiveKind, collective_time
 from smpc.partitioner.costs.cost import collective_times, useful_times
-from smpc.partitioner.costs.device import Device, Group, Kernels
+from smpc.partitioner.costs.device import Device, Kernels
 from smpc.partitioner.graph.plan import Plan, Stage
 from smpc.partitioner.graph.recompute import recompute_depths, requested_regions
+from smpc.partitioner.memory.units import traced_units
 from smpc.tracer.ir import NodeKind, Trace
 
-_NUMBERED = re.compile(r"(?:[^.]+\.)*?\d+(?=\.|$)")  # `transformer.h.0` of `transformer.h.0.mlp.1`
 BUCKET_BYTES = 25 * 2**20  # DistributedDataParallel's default
-
-
-class Sharding(StrEnum):
-    """What replicas split among them."""
-
-    NONE = "nothing"
-    STATE = "optimizer state"
-    FULL = "parameters, gradients and optimizer state"
-
-
-@dataclass(frozen=True, slots=True)
-class StepSurroundings:
-    """What a pipeline's ranks are in: the devices of its ranks, the groups that share operations, and replicas.
-
-    `replicas` have the same parameters; those of a group of `context` share sequences.
-    """
-
-    devices: tuple[Device, ...]
-    tensor: Group
-    replicas: Group
-    sharding: Sharding = Sharding.NONE
-    experts: Group | None = None  # None: every rank has all of them
-    context: Group = field(default_factory=lambda: Group(1, 1))
-
-    @classmethod
-    def of(cls, options: PipelineOptions) -> StepSurroundings:
-        """As the options say, with replicas far apart and tensor-parallel ranks on neighbours."""
-        pipeline, tensor = options.pipeline_parallel_degree, options.tensor_parallel_degree
-        context = options.context_parallel_degree
-        world = pipeline * tensor * context * options.data_parallel_degree
-        mesh = Mesh(world, pipeline, tensor, context_parallel_degree=context)
-        around = cls.on(mesh, options.devices, sharding_of(options))
-        return (
-            dataclasses.replace(around, experts=options.expert_group) if options.expert_parallel_degree > 1 else around
-        )
-
-    @classmethod
-    def on(cls, mesh: Mesh, devices: Sequence[Device], sharding: Sharding) -> StepSurroundings:
-        """The groups of a mesh."""
-        tensor, replicas = Group.of(mesh, Axis.TP, devices[0]), Group.of(mesh, Axis.RDP, devices[0])
-        return cls(tuple(devices), tensor, replicas, sharding, context=Group.of(mesh, Axis.CP, devices[0]))
-
-
-def sharding_of(options: PipelineOptions) -> Sharding:
-    """What the replicas of these options split."""
-    if options.num_holders == 1:
-        return Sharding.NONE
-    if options.fully_shard:
-        return Sharding.FULL
-    return Sharding.STATE if options.shard_optimizer_state else Sharding.NONE
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,31 +104,32 @@ def step_parts(
 ) -> StepParts:
     """The parts of a plan's step."""
     microbatches, num_ranks = plan.schedule.num_microbatches, plan.pipeline_parallel_degree
-    units = _unit_bytes(traced.trace, around)
-    ends = rank_ends(plan, timeline, around, units)
+    ends = rank_ends(plan, timeline, around, traced)
     pipeline = timeline.makespan
-    busy = sum(timeline.busy) / num_ranks
+    exchanged = sum(stage.exchange.in_step(microbatches) for stage in plan.stages if stage.exchange) / num_ranks
+    busy = sum(timeline.busy) / num_ranks - exchanged
     shares = (microbatches * seconds / num_ranks for seconds in _exchange_seconds_of_step(traced, around, recompute))
     tensor, expert, context = shares
     kernels = around.devices[0].kernels
     inside = min(busy, microbatches * _executor_seconds_of_step(plan, timeline, kernels) / num_ranks)
+    units = _num_units(traced, plan, around)
     num_devices = num_ranks * around.tensor.size * around.replicas.size
     slowdown = around.devices[0].slowdown(num_devices)
     useful = microbatches * float(useful_times(traced.trace, around.devices[0]).sum()) / num_ranks
     amount, unit = _amount_in_step(traced.trace)
     return StepParts(
         max(0.0, busy - inside - tensor - expert - context),
-        pipeline - busy - timeline.stalled,
+        pipeline - busy - exchanged - timeline.stalled,
         min(tensor, busy),
-        max(ends.summed) - pipeline + ends.gathered,
+        exchanged + max(ends.summed) - pipeline + ends.gathered,
         max(ends.updated),
         expert=min(expert, busy),
         context=min(context, max(0.0, busy - tensor)),
-        waiting=pipeline * slowdown,
+        waiting=(pipeline - exchanged) * slowdown,
         executor=inside
         + kernels.step
         + _agreement_seconds(around)
-        + len(units) * (kernels.unit_step + microbatches * kernels.unit),
+        + units * (kernels.unit_step + microbatches * kernels.unit),
         offload=timeline.stalled,
         useful=useful,
         amount=amount * microbatches * around.replicas.size // around.context.size,
@@ -202,28 +148,66 @@ class Ends:
     gathered: float
 
 
-def rank_ends(plan: Plan, timeline: Timeline, around: StepSurroundings, units: Sequence[int] = ()) -> Ends:
-    """What follows the forwards and backwards of each rank. `units`: see `_unit_bytes`."""
+def rank_ends(plan: Plan, timeline: Timeline, around: StepSurroundings, traced: Traced) -> Ends:
+    """What follows the forwards and backwards of each rank."""
     by_rank: list[list[Stage]] = [[] for _ in range(plan.pipeline_parallel_degree)]
     for stage in plan.stages:
         by_rank[stage.rank].append(stage)
+    shares = _shares_of_stages(plan, traced)
     last = {event.action.stage: event for event in timeline.events if event.action.op in (Op.BACKWARD, Op.WEIGHT)}
     done = [0.0] * len(by_rank)
     for event in timeline.events:
         done[event.rank] = max(done[event.rank], event.end)
     summed, updated, gathered = [], [], [0.0]
     for rank, stages in enumerate(by_rank):
-        device, end = around.devices[rank], done[rank]
-        free = 0.0
+        device, end, free = around.devices[rank], done[rank], 0.0
         for stage in sorted(stages, key=lambda stage: (last[stage.index].end, stage.index)):
-            whole, bucket = _reduce_times(stage, around, device, units)
-            first = last[stage.index].end if _step_waits(around, device) else last[stage.index].start
-            free = max(last[stage.index].end + bucket, max(first, free) + whole)
-        summed.append(max(end, free) if around.replicas.size > 1 else end)
-        traffic = sum(_optimizer_traffic(stage, around) for stage in stages)
+            whole, bucket = _reduce_times(shares[stage.index].others.gradients, around, device)
+            free = max(last[stage.index].end + bucket, max(last[stage.index].start, free) + whole)
+        experts = sum(shares[stage.index].experts.gradients for stage in stages)
+        same = around.holders(of_experts=True).every
+        end = max(end, free) if not around.divides_parameters else end
+        after = 0.0 if around.divides_parameters else collective_time(CollectiveKind.ALL_REDUCE, experts, same, device)
+        summed.append(end + after)
+        traffic = sum(_optimizer_traffic(stage, shares[stage.index], around) for stage in stages)
         updated.append(device.kernels.memory_time(traffic, device.memory_bandwidth) / device.kernels.optimizer)
-        gathered.append(_gather_seconds_of_step(stages, around, device, units))
+        if around.sharding is Sharding.STATE:
+            held = sum(stage.parameter_bytes for stage in stages)
+            gathered.append(collective_time(CollectiveKind.ALL_GATHER, held, around.replicas, device))
     return Ends(tuple(summed), tuple(updated), max(gathered))
+
+
+@dataclass(frozen=True, slots=True)
+class _Share:
+    """Bytes of parameters, and of their gradients."""
+
+    parameters: float
+    gradients: float
+
+
+@dataclass(frozen=True, slots=True)
+class _Shares:
+    """Of a stage: of experts that ranks divide, and of all else."""
+
+    experts: _Share
+    others: _Share
+
+
+def _shares_of_stages(plan: Plan, traced: Traced) -> dict[int, _Shares]:
+    """By stage. Gradients are those of the plan, in which they may be wider than parameters."""
+    held, names = parameters_of_stages(plan, traced.trace), traced.experts
+    found = {}
+    for stage in plan.stages:
+        own = held[stage.index]
+        trained = float(sum(state.spec.num_bytes for state in own if state.spec.requires_grad))
+        experts = [state for state in own if state.name in names]
+        of_experts = sum(state.spec.num_bytes for state in experts)
+        learning = sum(state.spec.num_bytes for state in experts if state.spec.requires_grad)
+        gradients = stage.gradient_bytes * learning / max(1.0, trained)
+        whole = sum(state.spec.num_bytes for state in own)
+        others = _Share(whole - of_experts, stage.gradient_bytes - gradients)
+        found[stage.index] = _Shares(_Share(of_experts, gradients), others)
+    return found
 
 
 def _executor_seconds_of_step(plan: Plan, timeline: Timeline, kernels: Kernels) -> float:
@@ -239,81 +223,32 @@ def _agreement_seconds(around: StepSurroundings) -> float:
     return sum(collective_time(CollectiveKind.ALL_REDUCE, 8, group, device) for group in groups)
 
 
-def _unit_bytes(trace: Trace, around: StepSurroundings) -> tuple[int, ...]:
-    """Bytes of the parameters of each unit of a model that runs as it is with its parameters in parts: the outermost numbered modules
-    and, last, the model itself. Empty for others.
-    """
-    if (
-        around.sharding is not Sharding.FULL
-        or len(around.devices) > 1
-        or around.tensor.size > 1
-        or around.context.size > 1
-    ):
-        return ()
-    found, own = dict[str, int](), 0
-    for state in trace.state:
-        match = _NUMBERED.match(state.name)
-        if state.is_parameter and match:
-            found[match[0]] = found.get(match[0], 0) + state.spec.num_bytes
-        elif state.is_parameter:
-            own += state.spec.num_bytes
-    return *found.values(), own
+def _num_units(traced: Traced, plan: Plan, around: StepSurroundings) -> int:
+    """Units of a model that runs as it is with its parameters in parts; 0 of others."""
+    if not around.divides_parameters or traced.has_program(len(plan.stages)):
+        return 0
+    trace = traced.trace
+    return len(traced_units(trace, range(len(trace.nodes)), range(len(trace.state)), traced.units, traced.experts))
 
 
-def _step_waits(around: StepSurroundings, device: Device) -> bool:
-    """Whether a rank does nothing else while parameters are gathered and gradients summed."""
-    return around.sharding is Sharding.FULL and device.transport == "gloo"
-
-
-def _in_units(
-    kind: CollectiveKind, num_bytes: float, around: StepSurroundings, device: Device, units: Sequence[int]
-) -> float:
-    """Seconds of collectives of so many bytes: of one, or of one for each unit, by its part of the bytes of all."""
-    whole = sum(units)
-    sizes = [num_bytes * unit / whole for unit in units] if whole else [num_bytes]
-    return sum(collective_time(kind, size, around.replicas, device) for size in sizes)
-
-
-def _reduce_times(stage: Stage, around: StepSurroundings, device: Device, units: Sequence[int]) -> tuple[float, float]:
-    """Seconds to sum a stage's gradients over the replicas: all, and one bucket."""
-    kind = CollectiveKind.REDUCE_SCATTER if around.sharding is Sharding.FULL else CollectiveKind.ALL_REDUCE
-    whole = _in_units(kind, stage.gradient_bytes, around, device, units)
-    return whole, collective_time(kind, min(stage.gradient_bytes, BUCKET_BYTES), around.replicas, device)
-
-
-def _gather_seconds_of_step(
-    stages: Sequence[Stage], around: StepSurroundings, device: Device, units: Sequence[int]
-) -> float:
-    """Seconds of a rank's gathers of parameters that no computation hides."""
-    if around.sharding is Sharding.NONE:
-        return 0.0
-    held = sum(stage.parameter_bytes for stage in stages)
-    whole = _in_units(CollectiveKind.ALL_GATHER, _whole_bytes(held, around), around, device, units)
-    if around.sharding is Sharding.STATE or _step_waits(around, device):
-        return whole
-    hidden = sum(
-        stage.forward_time for stage in stages
-    )  # all but the first layer's are under way while the one before works
-    first = collective_time(
-        CollectiveKind.ALL_GATHER, min(_whole_bytes(held, around), BUCKET_BYTES), around.replicas, device
+def _reduce_times(gradients: float, around: StepSurroundings, device: Device) -> tuple[float, float]:
+    """Seconds to sum gradients over the replicas: all, and one bucket."""
+    whole, bucket = (
+        collective_time(CollectiveKind.ALL_REDUCE, size, around.replicas, device)
+        for size in (gradients, min(gradients, BUCKET_BYTES))
     )
-    return max(first, whole - hidden)
+    return whole, bucket
 
 
-def _whole_bytes(parameter_bytes: int, around: StepSurroundings) -> float:
-    """Bytes of the whole parameters of a stage; one whose parameters are in parts has its part beside them."""
-    if around.sharding is not Sharding.FULL:
-        return parameter_bytes
-    return parameter_bytes * around.replicas.size / (around.replicas.size + 1)
-
-
-def _optimizer_traffic(stage: Stage, around: StepSurroundings) -> float:
+def _optimizer_traffic(stage: Stage, shares: _Shares, around: StepSurroundings) -> float:
     """Bytes that the optimizer moves: gradients are read, parameters and state read and written; of each what the rank has of it."""
-    size = around.replicas.size
-    buckets = stage.gradient_bytes if size > 1 and around.sharding is not Sharding.FULL else 0
-    shards = 1 if around.sharding is Sharding.NONE else size
-    held = 2 * _whole_bytes(stage.parameter_bytes, around) + stage.gradient_bytes
-    return held / shards + 2 * max(0, stage.optimizer_bytes - buckets)
+    moved, buckets = 0.0, 0.0
+    for share, of_experts in ((shares.others, False), (shares.experts, True)):
+        holders = around.holders(of_experts=of_experts)
+        parts = {Sharding.NONE: 1, Sharding.STATE: holders.every.size, Sharding.FULL: holders.parts.size}
+        moved += (2 * share.parameters + share.gradients) / parts[around.sharding]
+        buckets += share.gradients if holders.every.size > 1 and not around.divides_parameters else 0.0
+    return moved + 2 * max(0.0, stage.optimizer_bytes - buckets)
 
 
 def _exchange_seconds_of_step(

@@ -19,7 +19,7 @@ from __future__ import annotations
 import copy
 import itertools
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
@@ -49,6 +49,40 @@ class Confirmed:
 def confirm(found: Found) -> Confirmed | Listed | str:
     """What is needed to cut these experts, or why they cannot be cut."""
     return _confirmed_stacked(found) if isinstance(found, Stacked) else (_tried_members(found) or found)
+
+
+class Confirmations:
+    """`confirm` for the experts of one model: those of most layers are made alike, and tried once."""
+
+    def __init__(self) -> None:
+        self._known: list[tuple[object, Confirmed | str]] = []
+
+    def of(self, found: Found) -> Confirmed | Listed | str:
+        """As `confirm` says."""
+        if not isinstance(found, Stacked) or any(True for _ in found.module.buffers()):
+            return confirm(found)
+        made = _stacked_as(found)
+        known = next((result for other, result in self._known if other == made), None)
+        if known is None:
+            known = _confirmed_stacked(found)
+            self._known.append((made, known))
+        return known if isinstance(known, str) else replace(known, experts=found)
+
+
+def _stacked_as(found: Stacked) -> object:
+    """What tells how experts in one module compute: their classes, hooks and attributes, and the shapes of their parameters."""
+    usual = vars(nn.Module())
+    own: list[object] = [found.num_experts, found.parameters]
+    for name, module in found.module.named_modules():
+        hooks = [*module._forward_pre_hooks.values(), *module._forward_hooks.values()]
+        attributes = {
+            key: (type(value), value if isinstance(value, bool | int | float | str | None) else id(value))
+            for key, value in vars(module).items()
+            if key not in usual
+        }
+        own.append((name, type(module), attributes, list(map(id, hooks))))
+    own += [(name, p.shape, p.dtype) for name, p in found.module.named_parameters()]
+    return own
 
 
 def _confirmed_stacked(experts: Stacked) -> Confirmed | str:

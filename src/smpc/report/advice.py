@@ -17,10 +17,11 @@ import dataclasses
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from smpc.compile.exchange import StepSurroundings
 from smpc.compile.options import PipelineOptions
 from smpc.compile.passes import plan_trace
 from smpc.compile.result import Planned
-from smpc.compile.step import StepParts, StepSurroundings, step_parts
+from smpc.compile.step import StepParts, step_parts
 from smpc.errors import SmpcError
 from smpc.partitioner.solve import rank_peaks
 from smpc.report.format import format_bytes

@@ -17,8 +17,8 @@ from typing import Any
 from rich.console import Console
 from rich.text import Text
 
+from smpc.compile.exchange import Sharding
 from smpc.compile.search import Result, Search, Verdict
-from smpc.compile.step import Sharding
 from smpc.report.format import count, format_bytes, format_time, printable
 from smpc.report.tables import TextTable
 from smpc.report.terminal import labelled, stdout_console, text_table

@@ -9,12 +9,16 @@ from torch import nn
 
 import smpc
 from smpc.codegen.rewrite.expert_parallel import describe_experts
+from smpc.compile.exchange import StepSurroundings
 from smpc.compile.options import PipelineOptions
 from smpc.compile.result import Traced
-from smpc.compile.step import StepSurroundings, step_parts
+from smpc.compile.step import step_parts
 from smpc.config.numbers import format_bytes
 from smpc.errors import ConfigError, UsageError
 from smpc.expert_parallel import shard
+from smpc.experts import confirm
+from smpc.experts.structure import Stacked
+from smpc.partitioner.costs.device import Device, Wire
 from smpc.runtime import LoopbackRuntime
 
 ROWS, HIDDEN, CHOSEN = 2 * LENGTH, 32, 2
@@ -291,3 +295,74 @@ def test_ranks_that_share_sequences_count_as_replicas(options):
     )
     state = [[(stage.parameter_bytes, stage.optimizer_bytes) for stage in stages] for stages in (shared, replicas)]
     assert state[0] == state[1]
+
+
+def test_gradients_of_experts_are_summed_over_the_ranks_that_have_the_same():
+    """They were taken to be summed over all replicas, of which each has other experts; and so were the optimizer's buckets."""
+    wire = Wire(1e6, 0.0)
+    device = Device("d", {"float32": 1e15}, 1e9, 1, 8, wire, wire)
+    chosen = {"device": device, "data_parallel_degree": 4, "expert_parallel_degree": 4}
+    options = PipelineOptions(1, 1, **chosen)
+    found = compiled("MixtralForCausalLM", pipeline_parallel_degree=1, microbatches=1, **chosen)
+    (stage,) = found.plan.stages
+    experts = sum(4 * state.spec.num_elements for state in found.trace.state if state.name in found.divided.parameters)
+    others = stage.gradient_bytes - experts
+    assert 0 < others < stage.gradient_bytes
+    parts = step_parts(found.planned.traced, found.plan, found.timeline(), StepSurroundings.of(options))
+    sent = 2 * others * 3 / 4
+    assert parts.data == pytest.approx(sent / 1e6, rel=0.02)  # each rank alone has its experts
+    state = 2 * stage.gradient_bytes  # Adam's
+    assert parts.optimizer == pytest.approx((3 * stage.gradient_bytes + 2 * state) / 1e9)
+    # In parts: on two ranks, the experts on those two that have the same
+    options = {"data_parallel_degree": 4, "expert_parallel_degree": 2, "fully_shard": True, "device": device}
+    found = compiled("MixtralForCausalLM", pipeline_parallel_degree=2, microbatches=2, **options)
+    for stage in found.plan.stages:
+        own = [state for state in found.trace.state if state.name in stage.parameters]
+        experts = sum(4 * state.spec.num_elements for state in own if state.name in found.divided.parameters)
+        others = sum(4 * state.spec.num_elements for state in own) - experts
+        once = (others * 3 / 4 + experts / 2) / 1e6
+        assert stage.exchange.first_forward == pytest.approx(once)
+        assert stage.exchange.last_backward == pytest.approx(once)
+
+
+class Scaled(nn.Module):
+    """Experts with a number of their own, and of tokens that they drop."""
+
+    def __init__(self, scale, dropped=0):
+        super().__init__()
+        self.scale, self.dropped, self.num_experts = scale, dropped, 4
+        self.up, self.down = (nn.Parameter(torch.zeros(4, *shape)) for shape in ((HIDDEN, 24), (24, HIDDEN)))
+
+    def forward(self, hidden, index, weights):
+        found = torch.zeros_like(hidden)
+        for expert in range(self.num_experts):
+            rows, slots = torch.where(index == expert)
+            rows, slots = (rows[: len(rows) - self.dropped], slots[: len(rows) - self.dropped])
+            done = torch.relu(hidden[rows] @ self.up[expert]) @ self.down[expert] * self.scale
+            found = found.index_add(0, rows, done * weights[rows, slots, None])
+        return found
+
+
+def test_experts_that_are_made_alike_are_tried_once(monkeypatch):
+    """Those of each layer were: 32 times two gigabytes of invented parameters for a Mixtral, most of the time of its plan."""
+    tried, once = [], confirm._tried_split
+
+    def counted(experts, *others):
+        tried.append(experts.name)
+        return once(experts, *others)
+
+    monkeypatch.setattr(confirm, "_tried_split", counted)
+    scales = (1.0, 1.0, 2.0, 1.0, 1.0)
+    layers = [Scaled(scale, dropped=int(place == 3)) for place, scale in enumerate(scales)]
+    layers[4].register_forward_hook(lambda *_: None)
+    confirmations = confirm.Confirmations()
+    found = [Stacked(str(i), layer, 4, ("up", "down")) for i, layer in enumerate(layers)]
+    results = [confirmations.of(one) for one in found]
+    assert tried[0] == "0"
+    assert "1" not in tried
+    assert {"2", "3", "4"} <= set(tried)
+    assert isinstance(results[3], str)  # it drops tokens
+    for one, result in zip(found, results, strict=True):
+        alone = confirm.confirm(one)
+        assert result == alone
+        assert isinstance(result, str) or result.experts is one

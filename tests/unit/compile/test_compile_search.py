@@ -15,6 +15,7 @@ import smpc
 from smpc.codegen.rewrite.tensor_parallel.rewrite import rewrite
 from smpc.codegen.rewrite.tensor_parallel.search import choose
 from smpc.compile import PipelineOptions, Traced, compile_model, plan_trace
+from smpc.compile.exchange import Sharding, StepSurroundings
 from smpc.compile.search import Verdict
 from smpc.compile.search.estimate import (
     EstimatedPlace,
@@ -37,7 +38,7 @@ from smpc.compile.search.space import (
     tensor_degrees,
     wire,
 )
-from smpc.compile.step import Sharding, StepSurroundings, step_parts
+from smpc.compile.step import step_parts
 from smpc.config import Config
 from smpc.errors import ConfigError, MemoryLimitError, PartitionError
 from smpc.mesh import Axis
@@ -127,12 +128,14 @@ def everything(model, batch):
             trace, group = rank.trace, Group.of(candidate.mesh, Axis.TP, DEVICE)
             times = times_with_collectives(trace, rank.collectives, chosen.cost_model, group, DEVICE)
         try:
-            planned = plan_trace(Traced(trace, rank, times=times), chosen, prove=False)
+            place = StepSurroundings.on(
+                candidate.mesh, (DEVICE,) * candidate.pipeline_parallel_degree, candidate.sharding
+            )
+            planned = plan_trace(Traced(trace, rank, times=times), chosen, prove=False, around=place)
         except PartitionError:
             continue
         plan = planned.plan
         rank = Traced(trace, sharded.get(candidate.microbatch_size) if times is not None else None)
-        place = StepSurroundings.on(candidate.mesh, (DEVICE,) * candidate.pipeline_parallel_degree, candidate.sharding)
         seconds = step_parts(rank, plan, planned.timeline, place, chosen.recompute)
         found.append((candidate, chosen, trace, times, seconds.total, max(rank_peaks(plan).values())))
     return found
@@ -182,7 +185,7 @@ def test_bounds_hold_for_every_candidate(everything):
             EstimatedSample.of(trace, costs, (), times),
         )
         link = wire(DEVICE, candidate.mesh, Axis.PP)
-        place = EstimatedPlace(link, Group.of(candidate.mesh, Axis.RDP, DEVICE), DEVICE, 4)
+        place = EstimatedPlace(link, StepSurroundings.on(candidate.mesh, (DEVICE,), Sharding.NONE), DEVICE, 4)
         assert least_step(sample, candidate, place) <= seconds * (1 + 1e-9), candidate
         again = EstimatedReruns.of(trace, chosen.recompute, times or node_times(trace, costs)).at_least(
             candidate.num_stages

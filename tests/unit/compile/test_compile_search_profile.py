@@ -10,12 +10,14 @@ import torch.nn.functional as F
 from torch import nn
 from transformers import MixtralConfig, MixtralForCausalLM
 
+import smpc
 from smpc.codegen.schedules.named import choose
+from smpc.compile.exchange import Sharding
+from smpc.compile.search.estimate import least_peak, least_step
 from smpc.compile.search.forecast import Forecast, Plans
 from smpc.compile.search.profile import in_flight, placement
 from smpc.compile.search.space import Setting, Tried, shapes, ways
 from smpc.compile.search.workloads import Load, Workloads
-from smpc.compile.step import Sharding
 from smpc.partitioner.costs.device_file import find_device
 from smpc.partitioner.solve import rank_peaks
 from smpc.sample_inputs import as_inputs
@@ -75,10 +77,12 @@ def grid(forecast):
     return list(found.values())
 
 
-# Of all of them one is guessed at 0.68: logits of all microbatches under GPipe, in slices of a fourth.
-@pytest.mark.parametrize(("every", "least"), [pytest.param(1, 0.65, marks=pytest.mark.slow), (4, 0.75)])
-def test_guesses_are_near_plans_for_all_degrees(known, every, least):
-    """They were off by factors: the fullest stage was taken for the average one, and a module at work for nothing."""
+@pytest.mark.parametrize("every", [pytest.param(1, marks=pytest.mark.slow), 4])
+def test_guesses_are_near_plans_for_all_degrees(known, every):
+    """They were off by factors: the fullest stage was taken for the average one, and a module at work for nothing.
+
+    Of blocks that are computed again, tensor-parallel ranks were taken to keep as small a part as one rank alone: 0.68 under GPipe.
+    """
     forecast, plans = known
     chosen = grid(forecast)[::every]
     of = {"tensor_parallel_degree", "context_parallel_degree", "pipeline_parallel_degree", "schedule", "sharding"}
@@ -90,8 +94,8 @@ def test_guesses_are_near_plans_for_all_degrees(known, every, least):
         plan = plans.planned(candidate, NO_LIMIT, prove=False).plan
         ratios.append((guess.peak / max(rank_peaks(plan).values()), candidate))
     off = [(round(ratio, 3), candidate) for ratio, candidate in ratios if not 0.9 <= ratio <= 1.1]
-    assert len(off) <= len(ratios) // 10, off
-    assert all(least <= ratio <= 1.5 for ratio, _ in off), off  # where what is computed again cannot be in one stage
+    assert len(off) <= len(ratios) // 15, off
+    assert all(0.85 <= ratio <= 1.4 for ratio, _ in off), off  # where what is computed again cannot be in one stage
 
 
 def test_a_microbatch_that_was_not_recorded_is_guessed_from_another_size(known):
@@ -130,20 +134,71 @@ def test_schedules_hold_as_many_microbatches_as_they_are_taken_to(name, pieces):
         assert tuple(placement(name, ranks, pieces).tolist()) == schedule.placement
 
 
-def test_what_is_not_in_experts_stays_whole_in_guesses():
-    """All of a model was taken to be divided: with words for most of its parameters, guesses before a look had half of the memory."""
+def mixtral():
+    """Its forecast and its plans, and a batch."""
     with torch.device("meta"):
         sizes = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4, "num_key_value_heads": 4}
         config = MixtralConfig(vocab_size=16384, num_hidden_layers=2, num_local_experts=4, use_cache=False, **sizes)
         model = MixtralForCausalLM(config)
     ids = torch.zeros(4, 32, dtype=torch.int64)
+    return model, {"input_ids": ids, "labels": ids}
+
+
+def forecast_of(model, batch, expert, sharding):
     device = find_device("h100")
-    setting = Setting(4, NO_LIMIT, device, "adam", Tried((1,), (1,), (1, 4), tuple(Sharding)), 1.0)
-    loads = Workloads(model, as_inputs({"input_ids": ids, "labels": ids}), device, ())
+    setting = Setting(4, NO_LIMIT, device, "adam", Tried((1,), (1,), expert, sharding), 1.0)
+    loads = Workloads(model, as_inputs(batch), device, ())
     forecast = Forecast.of(setting, loads, 1)
-    shape = next(shape for shape in shapes(4, 4, device, forecast.tried) if shape.expert_parallel_degree == 4)
+    return forecast, Plans(setting, loads, forecast.again)
+
+
+def test_what_is_not_in_experts_stays_whole_in_guesses():
+    """All of a model was taken to be divided: with words for most of its parameters, guesses before a look had half of the memory."""
+    forecast, _ = forecast_of(*mixtral(), (1, 4), (Sharding.NONE,))
+    shape = next(
+        shape for shape in shapes(4, 4, forecast.setting.device, forecast.tried) if shape.expert_parallel_degree == 4
+    )
     candidate, place = next(ways(shape, forecast.tried)), forecast.place(shape)
     before, bound = forecast.guessed(candidate, place, None).peak, forecast.least(shape)[1]
     found = forecast.guessed(candidate, place, forecast.sample(shape)).peak
     assert before == pytest.approx(found, rel=0.05)
     assert found / 2 < bound <= found
+
+
+def test_parameters_are_divided_beside_experts():
+    """A search tried nothing of the kind where experts were divided; and gradients of experts counted as sums over all replicas."""
+    model, batch = mixtral()
+    forecast, plans = forecast_of(model, batch, (2,), tuple(Sharding))
+    tried = {}
+    for shape in shapes(4, 4, forecast.setting.device, forecast.tried):
+        for way in ways(shape, forecast.tried):
+            if way.schedule == "1f1b" and way.recompute == "model":
+                tried.setdefault((way.pipeline_parallel_degree, way.sharding), way)
+    kinds = (Sharding.NONE, Sharding.FULL)
+    assert set(tried) == {
+        (ranks, kind) for ranks in (1, 2) for kind in kinds
+    }  # scripts refuse the optimizer's state alone
+    for (ranks, kind), way in tried.items():
+        planned = plans.planned(way, NO_LIMIT, prove=False)
+        result = plans.result(way, planned)
+        own = {name: tensor[: 4 // way.data_parallel_degree] for name, tensor in batch.items()}
+        alone = smpc.compile_model(
+            model,
+            own,
+            pipeline_parallel_degree=ranks,
+            data_parallel_degree=way.data_parallel_degree,
+            expert_parallel_degree=2,
+            fully_shard=kind is Sharding.FULL,
+            microbatches=way.microbatches,
+            memory_weight=0.0,
+        )
+        assert [stage.peak_memory_bytes for stage in alone.plan.stages] == [
+            stage.peak_memory_bytes for stage in planned.plan.stages
+        ]
+        assert [stage.exchange for stage in alone.plan.stages] == [stage.exchange for stage in planned.plan.stages]
+        assert (kind is Sharding.FULL) == all(stage.exchange is not None for stage in alone.plan.stages)
+        place, sample = forecast.place(way.shape), forecast.sample(way.shape)
+        assert forecast.guessed(way, place, sample).step == pytest.approx(result.step_time, rel=0.1)
+        assert least_step(sample, way, place) <= result.step_time
+        assert least_peak(sample, way) <= result.peak_bytes
+        assert forecast.least(way.shape)[1] <= result.peak_bytes

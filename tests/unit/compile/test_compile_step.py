@@ -11,10 +11,13 @@ from torch import nn
 from smpc.codegen.program import backward, forward
 from smpc.codegen.simulate import Event, Timeline
 from smpc.compile import PipelineOptions, Traced, plan_trace
+from smpc.compile.exchange import Sharding, StepSurroundings
 from smpc.compile.passes import Sharing, rewrite_trace
-from smpc.compile.step import BUCKET_BYTES, Sharding, StepSurroundings, step_parts
+from smpc.compile.step import BUCKET_BYTES, step_parts
+from smpc.errors import ConfigError
 from smpc.partitioner.costs.cost import collective_times
 from smpc.partitioner.costs.device import Device, Group, Kernels, Wire
+from smpc.partitioner.graph.plan import StageExchange
 from smpc.tracer import record
 
 INFINITE = float("inf")
@@ -139,9 +142,9 @@ class Nested(nn.Module):
         return self.head(x)
 
 
-def parts_alone(device, sharding, microbatches=4):
+def parts_alone(device, sharding, microbatches=4, units=(10**6, 10**9)):
     """The parts of a step of `Nested` on two replicas."""
-    traced = Traced(record(Nested(), (torch.zeros(2, 4),)))
+    traced = Traced(record(Nested(), (torch.zeros(2, 4),)), units=units)
     planned = plan_trace(
         traced, PipelineOptions(1, microbatches, device=device, data_parallel_degree=2, fully_shard=True)
     )
@@ -163,10 +166,67 @@ def test_units_in_parts_have_collectives_of_their_own_and_gloo_hides_none():
     gathers = sums = 3 * (1.0 + 40 / 16) + 1.0 + 80 / 16
     gloo = Device("d", slow, INFINITE, 1, 2, wire, wire, transport="gloo")
     assert parts_alone(gloo, Sharding.FULL).data == pytest.approx(gathers + sums)
+    nccl = replace(gloo, transport="nccl")  # small units: all gathers before the step, all sums after it
+    assert parts_alone(nccl, Sharding.FULL).data == pytest.approx(gathers + sums)
+
+
+def test_larger_units_gather_and_sum_in_each_microbatch_and_wait_for_what_is_not_hidden():
+    """It was priced as one gather and one sum in a step, however many microbatches."""
+    wire, small, model = Wire(16.0, 1.0), 1.0 + 40 / 16, 1.0 + 80 / 16
+    once = 3 * small + model
+    told = 1.0 + 8 / 16  # what a rank calls, and that a backward begins
+    gloo = Device("d", {"float32": 1e-3}, INFINITE, 1, 2, wire, wire, transport="gloo")
+    kept, never = (0, 10**9), (0, 0)
+    assert parts_alone(gloo, Sharding.FULL, units=kept).data == pytest.approx(4 * (2 * once + 5 * told))
+    assert parts_alone(gloo, Sharding.FULL, units=never).data == pytest.approx(4 * (3 * once + 5 * told))
+    # Where computing takes far longer, what is left are the ends: the model's own, which comes first in a forward and last in a backward,
+    # and the first block's, as nothing runs before it, and after its backward.
     nccl = replace(gloo, transport="nccl")
-    assert parts_alone(nccl, Sharding.FULL).data == pytest.approx(
-        2 * (1.0 + 200 / 16)
-    )  # the first gather, the last sum
+    ends = model + small
+    assert parts_alone(nccl, Sharding.FULL, units=kept).data == pytest.approx(4 * (2 * ends + told))
+    assert parts_alone(nccl, Sharding.FULL, units=never).data == pytest.approx(4 * (2 * ends + model + told))
+    # Where computing takes no time, nothing is hidden
+    quick = replace(nccl, peak_flops={"float32": 1e12})
+    assert parts_alone(quick, Sharding.FULL, units=never).data == pytest.approx(4 * (3 * once + told), rel=1e-3)
+
+
+def test_stages_in_parts_gather_before_their_first_forward_and_sum_after_their_last_backward():
+    """A pipeline was taken to hide gathers behind forwards, and sums behind backwards: a stage is one unit, which waits for all of it."""
+    wire = Wire(16.0, 1.0)
+    device = Device("d", {"float32": 1e-3}, INFINITE, 1, 8, wire, wire)
+    for schedule in ("1f1b", "zb-h1"):
+        options = PipelineOptions(2, 4, device=device, schedule=schedule)
+        plain, parts = (
+            plan_trace(TRACED, replace(options, data_parallel_degree=2, fully_shard=is_full))
+            for is_full in (False, True)
+        )
+        one = 1.0 + 80 / 2 / 16
+        assert [stage.exchange.in_step(4) for stage in parts.plan.stages] == pytest.approx([2 * one] * 2)
+        # The first microbatch waits for the gathers of both stages, the last one's gradients for their sums
+        chained = 4 if schedule == "1f1b" else 3
+        assert parts.timeline.makespan - plain.timeline.makespan >= chained * one * (1 - 1e-6)
+        assert type(parts.plan).from_json(parts.plan.to_json()) == parts.plan
+        place = StepSurroundings.of(replace(options, data_parallel_degree=2, fully_shard=True))
+        found = step_parts(TRACED, parts.plan, parts.timeline, place)
+        assert found.data == pytest.approx(2 * one)
+        assert found.total == pytest.approx(found.pipeline + found.data + found.optimizer)
+        assert found.compute == pytest.approx(step_parts(TRACED, plain.plan, plain.timeline, place).compute)
+
+
+def test_parts_on_some_replicas_are_gathered_there_and_summed_over_their_copies():
+    """Steps with sharded_data_parallel_degree were timed as if nothing were in parts."""
+    wire = Wire(16.0, 1.0)
+    device = Device("d", {"float32": 1e-3}, INFINITE, 1, 8, wire, wire)
+    options = PipelineOptions(2, 1, device=device, data_parallel_degree=4, sharded_data_parallel_degree=2)
+    gather, scatter = (1.0 + 80 / 2 / 16,) * 2
+    copies = 1.0 + 2 * 40 / 2 / 16
+    for chosen in (options, replace(options, fully_shard=True)):  # the degree counts, as in scripts
+        for stage in plan_trace(TRACED, chosen).plan.stages:
+            assert stage.exchange == StageExchange(gather, 0.0, 0.0, pytest.approx(scatter + copies))
+            assert stage.parameter_bytes == 80 + 40
+    for degree in (2, 3):
+        with pytest.raises(ConfigError, match=f"a divisor of data_parallel_degree 1, found {degree}.*-d {degree}"):
+            PipelineOptions(2, sharded_data_parallel_degree=degree)  # memory was divided all the same
 
 
 def test_useful_flops_are_those_of_forward_and_backward_at_the_peak():

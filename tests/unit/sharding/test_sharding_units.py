@@ -2,12 +2,15 @@
 
 import pytest
 import torch
+import transformers
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
 from smpc.errors import ConfigUnsupportedError
+from smpc.partitioner.memory.units import traced_units
 from smpc.sharding import find_units, shard, units_of_classes
+from smpc.tracer import record
 
 
 class Block(nn.Module):
@@ -103,3 +106,52 @@ def test_no_parameter_of_a_unit_is_used_outside_of_it(seed):
             own = {id(parameter) for parameter in unit.parameters()}
             assert own
             assert all(id(p) not in own for m in outside for p in m._parameters.values())
+
+
+@pytest.mark.parametrize(
+    "name", ["GPT2LMHeadModel", "LlamaForCausalLM", "T5ForConditionalGeneration", "BertForMaskedLM", "stack"]
+)
+def test_units_of_a_trace_are_those_of_the_model(name):
+    """Predicted times had a rule of their own, by numbers in names, and not that of memory."""
+    sizes = {
+        "hidden_size": 32,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 4,
+        "intermediate_size": 48,
+        "vocab_size": 64,
+    }
+    t5 = {
+        "d_model": 32,
+        "d_ff": 48,
+        "d_kv": 8,
+        "num_layers": 2,
+        "num_heads": 4,
+        "vocab_size": 64,
+        "decoder_start_token_id": 0,
+    }
+    ids = torch.zeros(1, 8, dtype=torch.long)
+    kwargs = {"input_ids": ids, "labels": ids}
+    if name == "stack":
+        block = lambda: nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4))  # noqa: E731
+        model = nn.Sequential(nn.Linear(4, 4), nn.ModuleList([nn.Sequential(block(), block())])[0], nn.LayerNorm(4))
+        args, kwargs = (torch.zeros(2, 4),), {}
+    else:
+        kind = getattr(transformers, name)
+        more = {"use_cache": False} | (t5 if "T5" in name else sizes)
+        model, args = kind(kind.config_class(**more)), ()
+    trace = record(model, args, kwargs)
+    state = range(len(trace.state))
+    found = traced_units(trace, range(len(trace.nodes)), state, (0, 10**9))
+    known = find_units(model)
+    assert [unit.name for unit in found][-1] == ""
+    assert {unit.name for unit in found} == set(known)
+    for unit in found:
+        module = model.get_submodule(unit.name)
+        inside = [
+            name for name in known if name and name != unit.name and (not unit.name or name.startswith(f"{unit.name}."))
+        ]
+        others = {id(p) for other in inside for p in model.get_submodule(other).parameters()}
+        own = {
+            n for n, p in model.named_parameters() if id(p) not in others and any(p is q for q in module.parameters())
+        }
+        assert {trace.state[i].name for i in unit.state} == own

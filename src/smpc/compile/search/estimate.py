@@ -23,9 +23,11 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from smpc.compile.exchange import ExchangedUnit, Sharding, StepSurroundings, exchange_of_units, units_in_time
 from smpc.compile.search.profile import Held, Profile, in_flight, placement, splits
 from smpc.compile.search.space import Candidate, Shape
-from smpc.compile.step import BUCKET_BYTES, Sharding
+from smpc.compile.step import BUCKET_BYTES
+from smpc.config.keep import MOST_PARAMETERS, SMALL_PARAMETERS
 from smpc.partitioner.costs.collectives import CollectiveKind, collective_time, least_time
 from smpc.partitioner.costs.cost import CostModel, NodeTimes, is_attention, node_times, weight_times
 from smpc.partitioner.costs.device import Device, Group, Wire
@@ -63,24 +65,38 @@ class EstimatedState:
         """All of it."""
         return self.parameters + self.buffers + self.optimizer + self.gradients
 
-    def divided(self, part: EstimatedState, degree: int) -> EstimatedState:
-        """The same where so many ranks divide a part of it, and have the rest whole."""
-        pairs = zip(dataclasses.astuple(self), dataclasses.astuple(part), strict=True)
-        return EstimatedState(*(whole - some + some // degree for whole, some in pairs))
+    @classmethod
+    def joined(cls, one: EstimatedState, other: EstimatedState) -> EstimatedState:
+        """Both together."""
+        pairs = zip(dataclasses.astuple(one), dataclasses.astuple(other), strict=True)
+        return cls(*(a + b for a, b in pairs))
 
-    def least(self, sharding: Sharding, shape: Shape, activations: float = 0.0) -> float:
-        """Bytes that all ranks of a pipeline hold at least, at some time of a step. Where blocks gather their own, others are in parts."""
-        size = shape.num_holders
-        if sharding is Sharding.FULL and size > 1 and shape.runs_as_it_is:
-            return (self.parameters + self.optimizer) / size + self.buffers + max(self.gradients / size, activations)
-        return self.kept(sharding, size) + max(self.gradients, activations)
+    def times(self, factor: float) -> EstimatedState:
+        """So many times as much."""
+        return EstimatedState(*(round(part * factor) for part in dataclasses.astuple(self)))
+
+    def without(self, part: EstimatedState) -> EstimatedState:
+        """All but a part of it."""
+        pairs = zip(dataclasses.astuple(self), dataclasses.astuple(part), strict=True)
+        return EstimatedState(*(whole - some for whole, some in pairs))
+
+    def least(self, experts: EstimatedState, sharding: Sharding, shape: Shape, activations: float = 0.0) -> float:
+        """Bytes that all ranks of a pipeline hold at least, at some time of a step. Where blocks gather their own, others are in parts.
+
+        `experts`: what of it is in experts that ranks divide.
+        """
+        shares = (self.without(experts), shape.num_holders), (experts, shape.num_expert_holders)
+        if sharding is Sharding.FULL and shape.runs_as_it_is:
+            held = sum((own.parameters + own.optimizer) / size for own, size in shares) + self.buffers
+            return held + max(sum(own.gradients / size for own, size in shares), activations)
+        return sum(own.kept(sharding, size) for own, size in shares) + max(self.gradients, activations)
 
     def kept(self, sharding: Sharding, size: int) -> float:
         """Bytes that all ranks of a pipeline hold all through a step, gradients left out; `size`: ranks that hold the same parameters."""
-        if size == 1:
-            return self.parameters + self.buffers + self.optimizer
         if sharding is Sharding.FULL:
             return self.parameters * (1 + 1 / size) + self.buffers + self.optimizer / size
+        if size == 1:
+            return self.parameters + self.buffers + self.optimizer
         share = size if sharding is Sharding.STATE else 1
         return self.parameters + self.buffers + self.optimizer / share + self.gradients
 
@@ -95,9 +111,14 @@ class EstimatedPlace:
     """Where the ranks of a shape are: what its pipelines send over, and the groups that share parameters."""
 
     link: Wire
-    replicas: Group
+    around: StepSurroundings
     device: Device
     num_devices: int
+
+    @property
+    def replicas(self) -> Group:
+        """Ranks with the same parameters."""
+        return self.around.replicas
 
     @property
     def slowdown(self) -> float:
@@ -124,6 +145,8 @@ class EstimatedSample:
     profile: Profile | None = None  # operation by operation, from which guesses are made
     memory: float = 1.0  # times the activations of `profile`
     size: float = 1.0  # times its state
+    experts: EstimatedState = EstimatedState(0, 0, 0, 0)  # of the state, what is in experts that ranks divide
+    units: tuple[ExchangedUnit, ...] = ()  # of the model as it is, of the size of `profile`
 
     @classmethod
     def of(
@@ -134,10 +157,11 @@ class EstimatedSample:
         times: NodeTimes | None = None,
         state: EstimatedState | None = None,
         profile: Profile | None = None,
+        experts: frozenset[str] = frozenset(),
     ) -> EstimatedSample:
         """The totals of a trace, with these modules computed again in the backward; `times` replace the predicted ones.
 
-        `profile`: that of the trace, if there is one already.
+        `profile`: that of the trace, if there is one already; `experts`: parameters of experts that ranks divide, by name.
         """
         analysis = analyse(trace, cost_model, times, recompute)
         times, units, graph = analysis.times, analysis.units, analysis.graph
@@ -158,7 +182,15 @@ class EstimatedSample:
                 float(np.count_nonzero(times.forward)) * cost_model.kernels.launch,
                 float(np.count_nonzero(times.backward)) * cost_model.kernels.launch,
             ),
-            profile or Profile.of(analysis, chain),
+            profile or Profile.of(analysis, chain, experts),
+            experts=EstimatedState.of(trace, cost_model, experts),
+            units=units_in_time(
+                trace,
+                [state for state in trace.state if state.is_parameter],
+                times,
+                experts,
+                (SMALL_PARAMETERS, MOST_PARAMETERS),
+            ),
         )
 
     @property
@@ -168,8 +200,6 @@ class EstimatedSample:
 
     def scaled(self, time: float, memory: float, state: float) -> EstimatedSample:
         """About what it is where times, activations and state are so many times as much."""
-        whole = self.state
-        parts = whole.parameters, whole.buffers, whole.optimizer, whole.gradients
         forward, backward = (
             max(least, least + (seconds - least) * time)
             for least, seconds in zip(self.launches, (self.forward, self.backward), strict=True)
@@ -184,10 +214,16 @@ class EstimatedSample:
             split_path=self.split_path * longer,
             activation_bytes=self.activation_bytes * memory,
             cut_bytes=self.cut_bytes * memory,
-            state=EstimatedState(*(round(part * state) for part in parts)),
+            state=self.state.times(state),
+            experts=self.experts.times(state),
             memory=self.memory * memory,
             size=self.size * state,
         )
+
+    def traffic(self, sharding: Sharding, place: EstimatedPlace) -> float:
+        """Bytes that the optimizer reads and writes."""
+        shares = (self.state.without(self.experts), False), (self.experts, True)
+        return sum(own.traffic(sharding, place.around.holders(of_experts=kind).every.size) for own, kind in shares)
 
     def longer(self, seconds: float) -> EstimatedSample:
         """With so much more to do in the backward."""
@@ -278,7 +314,7 @@ class EstimatedReruns:
 
 def least_peak(sample: EstimatedSample, candidate: Candidate) -> int:
     """Bytes that some rank holds at least: all that is held at once, shared out evenly."""
-    held = sample.state.least(candidate.sharding, candidate.shape, sample.activation_bytes)
+    held = sample.state.least(sample.experts, candidate.sharding, candidate.shape, sample.activation_bytes)
     return int(held // candidate.pipeline_parallel_degree)
 
 
@@ -294,11 +330,11 @@ def least_step(sample: EstimatedSample, candidate: Candidate, place: EstimatedPl
         # path + (m - 1) t. The others have m (whole - t) / (p - 1) at least. The larger of both is smallest where they are equal.
         t = max(0.0, (m * whole - (p - 1) * path) / ((m - 1) * (p - 1) + m))
         pipeline = max(pipeline, path + (m - 1) * t)
-        num_bytes = sample.state.gradients / p
+        num_bytes = (sample.state.gradients - sample.experts.gradients) / p
         kind = CollectiveKind.REDUCE_SCATTER if candidate.sharding is Sharding.FULL else CollectiveKind.ALL_REDUCE
         reduced = (m * whole - sample.backward - again) / p + least_time(kind, num_bytes, place.replicas, place.device)
     waiting = pipeline * place.slowdown
-    traffic = sample.state.traffic(candidate.sharding, place.replicas.size) / p
+    traffic = sample.traffic(candidate.sharding, place) / p
     return max(pipeline, reduced) + waiting + place.device.kernels.memory_time(traffic, place.device.memory_bandwidth)
 
 
@@ -313,17 +349,16 @@ class Guess:
 def guess(sample: EstimatedSample, candidate: Candidate, place: EstimatedPlace) -> Guess:
     """What a candidate may take: see the module docstring. One with more stages than pieces has no plan, and no memory is enough."""
     p, m, v = candidate.pipeline_parallel_degree, candidate.microbatches, candidate.virtual_pipeline_degree
-    state, size, profile = (
-        sample.state,
-        candidate.data_parallel_degree * candidate.context_parallel_degree,
-        sample.profile,
-    )
+    shape, profile = candidate.shape, sample.profile
     assert profile is not None, "a sample of a trace has a profile"
     stages = profile.stages(candidate.recompute, candidate.num_stages)
     busiest, peak = 1.0 / p, math.inf
     if stages is not None:
         ranks = placement(candidate.schedule, p, v)
-        held = Held(m, candidate.sharding, size, profile.scratch, profile.early, sample.memory, sample.size)
+        same = shape.num_holders, shape.num_expert_holders
+        held = Held(
+            m, candidate.sharding, *same, profile.scratch, profile.buckets, profile.early, sample.memory, sample.size
+        )
         busiest = stages.share(p, ranks)
         numbers = candidate.schedule, p, v, m
         peak = stages.peak(in_flight(*numbers), ranks, held, splits(*numbers))
@@ -333,7 +368,7 @@ def guess(sample: EstimatedSample, candidate: Candidate, place: EstimatedPlace) 
     pipeline = balanced(candidate.schedule, (p, v, m), *rank) + m * whole * (busiest - 1.0 / p)
     pipeline += 2 * (p * v - 1) * message if p > 1 else 0.0
     step = pipeline * (1.0 + place.slowdown) + _estimated_exchange(sample, candidate, place)
-    traffic = state.traffic(candidate.sharding, place.replicas.size) / p
+    traffic = sample.traffic(candidate.sharding, place) / p
     return Guess(step + traffic / place.device.memory_bandwidth, peak)
 
 
@@ -364,16 +399,38 @@ def _estimated_exchange(sample: EstimatedSample, candidate: Candidate, place: Es
     p, group, device, state = candidate.pipeline_parallel_degree, place.replicas, place.device, sample.state
     if group.size == 1:
         return 0.0
-    kind = CollectiveKind.REDUCE_SCATTER if candidate.sharding is Sharding.FULL else CollectiveKind.ALL_REDUCE
-    whole, bucket = (
-        collective_time(kind, size, group, device)
-        for size in (state.gradients / p, min(state.gradients / p, BUCKET_BYTES))
-    )
+    if candidate.sharding is Sharding.FULL:
+        return _estimated_parts(sample, candidate, place)
+    experts = sample.experts.gradients / p
+    others = state.gradients / p - experts
+    kind = CollectiveKind.ALL_REDUCE
+    whole, bucket = (collective_time(kind, size, group, device) for size in (others, min(others, BUCKET_BYTES)))
     found = max(bucket, whole - sample.backward / p)
-    if candidate.sharding is not Sharding.NONE:
-        gather = collective_time(CollectiveKind.ALL_GATHER, state.parameters / p, group, device)
-        found += gather if candidate.sharding is Sharding.STATE else max(0.0, gather - sample.forward / p)
+    found += collective_time(kind, experts, place.around.holders(of_experts=True).every, device)
+    if candidate.sharding is Sharding.STATE:
+        found += collective_time(CollectiveKind.ALL_GATHER, state.parameters / p, group, device)
     return found
+
+
+def _estimated_parts(sample: EstimatedSample, candidate: Candidate, place: EstimatedPlace) -> float:
+    """The same where parameters are in parts: the first microbatch waits for the gathers of all stages, the last one for their sums."""
+    if candidate.shape.runs_as_it_is:
+        larger = sample.state.parameters / max(1.0, sum(unit.parameters for unit in sample.units))
+        wider = sample.state.gradients / max(1.0, sum(unit.gradients for unit in sample.units))
+        units = [
+            replace(unit, parameters=unit.parameters * larger, gradients=unit.gradients * wider)
+            for unit in sample.units
+        ]
+        seconds = sample.forward, sample.backward
+        return exchange_of_units(units, place.around, place.device, seconds=seconds).in_step(candidate.microbatches)
+    number = candidate.num_stages
+    shares = (sample.state.without(sample.experts), False), (sample.experts, True)
+    units = [
+        ExchangedUnit(own.parameters / number, own.gradients / number, is_apart=kind)
+        for own, kind in shares
+        if own.parameters
+    ]
+    return number * exchange_of_units(units, place.around, place.device).in_step(candidate.microbatches)
 
 
 def _estimated_longest_chain(trace: Trace, seconds: FloatArray) -> float:

@@ -23,6 +23,7 @@ from dataclasses import dataclass, field, replace
 
 from smpc.codegen.offload import resident
 from smpc.codegen.simulate import Costs, chain
+from smpc.compile.exchange import Sharding, StepSurroundings
 from smpc.compile.options import PipelineOptions
 from smpc.compile.passes import plan_trace, schedule_plan
 from smpc.compile.result import Planned, Traced
@@ -52,14 +53,14 @@ from smpc.compile.search.space import (
     wire,
 )
 from smpc.compile.search.workloads import Load, Workloads
-from smpc.compile.step import Sharding, StepParts, StepSurroundings, step_parts
+from smpc.compile.step import StepParts, step_parts
 from smpc.errors import ConfigError, PartitionError
 from smpc.mesh import Axis
 from smpc.partitioner.costs.collectives import bandwidth, sent_time
 from smpc.partitioner.costs.cost import node_times
 from smpc.partitioner.costs.device import Group
 from smpc.partitioner.graph.plan import Plan
-from smpc.partitioner.graph.recompute import requested_regions
+from smpc.partitioner.graph.recompute import kept_bytes, requested_regions
 from smpc.partitioner.solve import rank_peaks
 from smpc.tracer.ir import Trace
 
@@ -79,9 +80,10 @@ class Forecast:
     _samples: dict[_Key, EstimatedSample] = field(default_factory=dict)
     _reruns: dict[tuple[_Key, str], EstimatedReruns] = field(default_factory=dict)
     _profiles: dict[Load, Profile] = field(default_factory=dict)
-    _kept: dict[str, float] = field(default_factory=dict)  # part of what they save, by what is computed again
     _places: dict[Shape, tuple[EstimatedPlace, tuple[Group, Group, Group]]] = field(default_factory=dict)
-    _states: dict[int, EstimatedState] = field(default_factory=dict)  # by how many ranks share the experts
+    _states: dict[int, tuple[EstimatedState, EstimatedState]] = field(
+        default_factory=dict
+    )  # by how many ranks share the experts
     _guesses: dict[tuple[Shape, Load | None, bool], EstimatedSample] = field(default_factory=dict)
     _schedules: dict[tuple[int, int], int] = field(default_factory=dict)  # how many, by ranks and microbatches
 
@@ -104,16 +106,17 @@ class Forecast:
         return found
 
     def _note_again(self, trace: Trace, profile: Profile | None, name: str) -> None:
-        """What modules that are computed again are in a profile; they keep as much of what they save as in the smallest microbatch."""
+        """What modules that are computed again are in a profile, and the part that they keep of what they save.
+
+        Of ranks that share operations it is a larger part: what a block reads may be whole on each of them, what it saves is in slices.
+        """
         assert profile is not None, "a sample of a trace has a profile"
         own = set(trace.regions)
         asked = requested_regions(trace, self.again[name]).regions
         regions = [(region.first, region.last) for region in asked if region not in own]
-        if name not in self._kept:
-            before, after = self.base["model"].activation_bytes, self.base[name].activation_bytes
-            inside = profile.saved_inside(regions)
-            self._kept[name] = max(0.0, 1.0 - (before - after) / inside) if inside else 1.0
-        profile.compute_again(name, regions, self._kept[name])
+        less = kept_bytes(trace, trace.regions) - kept_bytes(trace, asked)
+        inside = profile.saved_inside(regions)
+        profile.compute_again(name, regions, max(0.0, 1.0 - less / inside) if inside else 1.0)
 
     def least(self, shape: Shape) -> tuple[float, int]:
         """Seconds and bytes that no candidate of a shape is below, by the smallest microbatch that is known of such ranks."""
@@ -123,13 +126,13 @@ class Forecast:
         amount = shape.microbatch_size / known.size
         one = self._least(known, shape).of(amount, tensor, context)
         bound = shape.microbatches * one / shape.pipeline_parallel_degree * (1.0 + self.place(shape).slowdown)
-        state = self._state(shape.expert_parallel_degree)
+        state, experts = self._state(shape.expert_parallel_degree)
         split = shape.tensor_parallel_degree * shape.pipeline_parallel_degree
-        held = min(state.least(kind, shape) for kind in shardings(shape, self.tried.sharding))
+        held = min(state.least(experts, kind, shape) for kind in shardings(shape, self.tried.sharding))
         return bound, int(held / split)
 
-    def _state(self, degree: int) -> EstimatedState:
-        """What expert-parallel ranks hold of the model: all that is not in experts which they divide, and a share of those."""
+    def _state(self, degree: int) -> tuple[EstimatedState, EstimatedState]:
+        """What expert-parallel ranks hold of the model: all that is not in experts which they divide, and a share of those; the share."""
         if degree not in self._states:
             try:
                 names = [name for experts in self.loads.divided(degree) for name in experts.names]
@@ -140,7 +143,9 @@ class Forecast:
                 PipelineOptions(1, optimizer=self.setting.optimizer),
             )
             part = EstimatedState.of(trace, options.cost_model, frozenset(names))
-            self._states[degree] = self.base["model"].state.divided(part, degree)
+            share = part.times(1.0 / degree)
+            whole = self.base["model"].state
+            self._states[degree] = EstimatedState.joined(whole.without(part), share), share
         return self._states[degree]
 
     def _least(self, known: Load, shape: Shape) -> EstimatedLeast:
@@ -207,7 +212,7 @@ class Forecast:
             found = plain.scaled(max(1.0, least) if hopeful else amount, amount, 1.0)
         else:
             tensor, context = shape.tensor_parallel_degree, shape.context_parallel_degree
-            amount, held = load.size / self.base_load.size, self._state(shape.expert_parallel_degree).total
+            amount, held = load.size / self.base_load.size, self._state(shape.expert_parallel_degree)[0].total
             part = amount / tensor / context
             least = self._least(self.base_load, shape).of(amount, tensor, context) / (base.whole or 1.0)
             found = base.scaled(least if hopeful else part, part, held / max(1, base.state.total) / tensor)
@@ -242,7 +247,9 @@ class Forecast:
             costs = replace(options.cost_model, accumulated=0.5 if shape.microbatches > 1 else 0.0)
             times = self.loads.times(load, mesh, costs) or node_times(traced.trace, costs)
             known = self._profiles.get(load)
-            found = self._samples[key] = EstimatedSample.of(traced.trace, costs, (), times, profile=known)
+            found = self._samples[key] = EstimatedSample.of(
+                traced.trace, costs, (), times, profile=known, experts=traced.experts
+            )
             for name in self.again.names:
                 if known is None and name != "model":
                     self._note_again(traced.trace, found.profile, name)
@@ -271,8 +278,8 @@ class Forecast:
         if key not in self._places:
             mesh, device = shape.mesh, self.setting.device
             tensor, context, expert = (Group.of(mesh, axis, device) for axis in (Axis.TP, Axis.CP, Axis.EP))
-            replicas = Group.of(mesh, Axis.RDP, device)
-            place = EstimatedPlace(wire(device, mesh, Axis.PP), replicas, device, shape.world_size)
+            around = StepSurroundings.on(mesh, (device,), Sharding.NONE)
+            place = EstimatedPlace(wire(device, mesh, Axis.PP), around, device, shape.world_size)
             self._places[key] = place, (tensor, context, expert)
         return self._places[key]
 
@@ -300,7 +307,8 @@ class Plans:
         """Its plan. MemoryLimitError, PartitionError, ConfigError or CodegenError if it has none."""
         options = self.options(candidate, limit)
         times = self.loads.times(Load.of(candidate.shape), candidate.mesh, options.cost_model)
-        return plan_trace(replace(self.traced(candidate), times=times), options, prove=prove)
+        traced = replace(self.traced(candidate), times=times)
+        return plan_trace(traced, options, prove=prove, around=self._around(candidate))
 
     def foretold(self, candidate: Candidate, least: int) -> Result | None:
         """What a candidate takes that differs in its schedule alone from one that was planned: the cut is the same, or a slower one."""
@@ -355,13 +363,13 @@ class Plans:
 
     def parts(self, candidate: Candidate, planned: Planned) -> StepParts:
         """Where the time of a plan's step goes."""
-        device, mesh = self.setting.device, candidate.mesh
-        ranks = (device,) * candidate.pipeline_parallel_degree
-        around = StepSurroundings.on(mesh, ranks, candidate.sharding)
-        if candidate.expert_parallel_degree > 1:
-            around = replace(around, experts=Group.of(mesh, Axis.EP, device))
-        traced = planned.traced or self.traced(candidate)
-        return step_parts(traced, planned.plan, planned.timeline, around, self.options(candidate).recompute)
+        traced, again = planned.traced or self.traced(candidate), self.options(candidate).recompute
+        return step_parts(traced, planned.plan, planned.timeline, self._around(candidate), again)
+
+    def _around(self, candidate: Candidate) -> StepSurroundings:
+        """Where the ranks of a candidate are: its options know the wires of pipelines alone."""
+        ranks = (self.setting.device,) * candidate.pipeline_parallel_degree
+        return StepSurroundings.on(candidate.mesh, ranks, candidate.sharding)
 
 
 def _less(plan: Plan, less: Sequence[int]) -> int:

@@ -17,7 +17,7 @@ from __future__ import annotations
 import functools
 import itertools
 from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -25,8 +25,8 @@ import numpy as np
 from smpc.codegen.offload import action_uses
 from smpc.codegen.schedules.named import choose
 from smpc.codegen.simulate import Costs, chain
-from smpc.compile.step import Sharding
-from smpc.partitioner.costs.cost import CostModel
+from smpc.compile.exchange import Sharding
+from smpc.partitioner.costs.cost import SENT_UPDATES, CostModel
 from smpc.partitioner.graph.trace_graph import Graph
 from smpc.partitioner.memory.deferred import ActionUse, Beside, deferred_bytes
 from smpc.partitioner.memory.lifetimes import lifetimes, loss_roots, saved_activations
@@ -94,6 +94,9 @@ class Stages:
     received: FloatArray
     sent: FloatArray
     inputs: float  # of the model
+    experts: tuple[
+        FloatArray, FloatArray, FloatArray
+    ]  # of these, parameters, optimizer and gradients of experts that ranks divide
 
     def share(self, num_ranks: int, placement: IntArray) -> float:
         """Of the whole time, what the busiest rank has."""
@@ -117,10 +120,10 @@ class Stages:
         found = np.where(k < m, np.maximum(found, more), found)
         if m > 1:
             found = np.maximum(found, behind + later + gradients)
-        after = gradients + held.scratch / (held.replicas if held.sharding is Sharding.STATE else 1) * parameters
-        kept = parameters + self.buffers + held.kept_of(self.optimizer * held.state, gradients)
+        after = gradients + held.update_of(parameters)
+        kept = parameters + self.buffers + self._kept(held)
         if held.sharding is Sharding.FULL and held.replicas > 1:
-            kept, after = kept + parameters / held.replicas, 2 * gradients - parameters
+            after = 2 * gradients - parameters
             found = np.maximum(found, self.forward * memory + parameters)
         if split is None:
             most = np.bincount(placement, np.maximum(found, after))
@@ -131,6 +134,16 @@ class Stages:
         kept = kept + messages * memory
         kept[0] += m * self.inputs * memory
         return float((np.bincount(placement, kept) + most).max())
+
+    def _kept(self, held: Held) -> FloatArray:
+        """What stays beside parameters: of the optimizer, the buckets of replicas, and parts of parameters."""
+        whole, found = (self.parameters, self.optimizer, self.gradients), np.zeros(len(self.seconds))
+        others = tuple(column - own for column, own in zip(whole, self.experts, strict=True))
+        for (parameters, optimizer, gradients), number in ((others, held.replicas), (self.experts, held.same)):
+            found += held.kept_of(optimizer, gradients, number)
+            if held.sharding is Sharding.FULL and held.replicas > 1:
+                found += parameters / number
+        return found * held.state
 
     def _during(self, uses: Sequence[ActionUse], placement: IntArray, held: Held) -> FloatArray:
         """By rank, activations and gradients: `smpc.partitioner.memory.deferred` with a rougher look at single operations."""
@@ -173,19 +186,28 @@ class Held:
 
     microbatches: int
     sharding: Sharding
-    replicas: int
+    replicas: int  # ranks that hold the same parameters
+    same: int  # ranks that hold the same experts
     scratch: float  # what the optimizer makes and drops, in sizes of the parameters
+    buckets: float  # bytes of updated parameters that are under way at a time
     early: bool  # gradients are there before the first backward
     memory: float = 1.0
     state: float = 1.0
 
-    def kept_of(self, optimizer: FloatArray, gradients: FloatArray) -> FloatArray:
-        """Of the optimizer, with the buckets of replicas."""
-        if self.replicas == 1:
+    def update_of(self, parameters: FloatArray) -> FloatArray:
+        """What the optimizer makes and drops; ranks that divide its state send each other what they have updated, in buckets."""
+        if self.sharding is not Sharding.STATE or self.replicas == 1:
+            return self.scratch * parameters
+        found: FloatArray = np.maximum(self.scratch / self.replicas * parameters, np.minimum(parameters, self.buckets))
+        return found
+
+    def kept_of(self, optimizer: FloatArray, gradients: FloatArray, number: int) -> FloatArray:
+        """Of the optimizer, with the buckets of replicas; `number`: ranks that hold the same."""
+        if number == 1:
             return optimizer
         if self.sharding is Sharding.FULL:
-            return optimizer / self.replicas
-        return (optimizer / self.replicas if self.sharding is Sharding.STATE else optimizer) + gradients
+            return optimizer / number
+        return (optimizer / number if self.sharding is Sharding.STATE else optimizer) + gradients
 
 
 @dataclass(frozen=True, eq=False)
@@ -204,19 +226,21 @@ class Profile:
     buffers: _Bytes
     optimizer: _Bytes
     gradients: _Bytes
+    experts: tuple[_Bytes, _Bytes, _Bytes]  # parameters, optimizer and gradients of those that ranks divide
     forward: FloatArray  # [n] bytes beyond what is saved up to an operation, while it runs
     working: FloatArray  # [n] the same, while its backward runs
     deferred: FloatArray  # [n] bytes that are held between the two parts of a split backward
     outputs: float  # bytes that the last stage hands on
     inputs: float
     scratch: float  # see `Held`
+    buckets: float
     early: bool
     regions: dict[str, tuple[IntArray, float]] = field(default_factory=dict)  # see `compute_again`
     _known: dict[tuple[str, int], Stages | None] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, analysis: Analysis, chain: ChainProblem) -> Profile:
-        """Of what was recorded; `chain`: its chain problem."""
+    def of(cls, analysis: Analysis, chain: ChainProblem, experts: Collection[str] = ()) -> Profile:
+        """Of what was recorded; `chain`: its chain problem; `experts`: names of parameters of experts that ranks divide."""
         graph, costs, trace = analysis.graph, analysis.cost_model, analysis.graph.trace
         n, compute = graph.num_compute, graph.compute
         forbidden = np.zeros(n + 1, dtype=bool)
@@ -230,6 +254,9 @@ class Profile:
 
         def state(num_bytes: Callable[[StateSpec], int]) -> _Bytes:
             return _Bytes.of(n, state_items(graph, num_bytes))
+
+        def of_experts(num_bytes: Callable[[StateSpec], int]) -> _Bytes:
+            return state(lambda spec: num_bytes(spec) if spec.name in experts and spec.is_parameter else 0)
 
         specs = [trace.nodes[i].spec for i in roots]
         given = {node.storage for node in trace.nodes if node.kind is NodeKind.PLACEHOLDER}
@@ -246,6 +273,11 @@ class Profile:
             state(lambda spec: 0 if spec.is_parameter else spec.spec.num_bytes),
             state(costs.optimizer_bytes),
             state(costs.gradient_bytes),
+            (
+                of_experts(lambda spec: spec.spec.num_bytes),
+                of_experts(costs.optimizer_bytes),
+                of_experts(costs.gradient_bytes),
+            ),
             live.forward.astype(float),
             (working_bytes(until, live) - until.forward).astype(float),
             np.diff(deferred_bytes(graph, costs, positions, range(len(trace.state)), regions).until, prepend=0).astype(
@@ -254,6 +286,12 @@ class Profile:
             float(sum(spec.num_bytes for spec in specs if spec is not None)),
             float(sum(trace.storages[storage] for storage in sorted(given))),
             _scratch_in_profile(trace, costs),
+            float(
+                max(
+                    (SENT_UPDATES * spec.spec.torch_dtype.itemsize for spec in trace.state if spec.is_parameter),
+                    default=0,
+                )
+            ),
             costs.optimizer.main_grad,
         )
 
@@ -288,7 +326,7 @@ class Profile:
         later = np.maximum.reduceat(until + working, starts) - base + here
         missing = self.gradients.own[:-1]
         first = np.maximum.reduceat(until + working - missing, starts) - base + self.gradients.own[starts] + here
-        activations = saved[ends] - base + here
+        activations, own = saved[ends] - base + here, self.experts
         activations[-1] += self.outputs
         return Stages(
             np.add.reduceat(seconds, starts),
@@ -305,6 +343,7 @@ class Profile:
             np.append(0.0, self.crossing[starts[1:]]),
             np.append(self.crossing[ends[:-1]], 0.0),
             self.inputs,
+            (own[0].by_stage(starts, ends), own[1].by_stage(starts, ends), own[2].by_stage(starts, ends)),
         )
 
     def _with(self, again: str, num_stages: int) -> tuple[FloatArray, FloatArray, FloatArray, FloatArray, IntArray]:

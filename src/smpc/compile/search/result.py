@@ -20,9 +20,10 @@ from typing import Any
 from smpc.codegen.rewrite.context_parallel.rewrite import ContextTrace
 from smpc.codegen.rewrite.expert_parallel import ExpertTrace
 from smpc.codegen.rewrite.tensor_parallel.rewrite import ShardedTrace
+from smpc.compile.exchange import Sharding
 from smpc.compile.options import PipelineOptions
 from smpc.compile.search.space import Candidate, Setting
-from smpc.compile.step import Sharding, StepParts
+from smpc.compile.step import StepParts
 from smpc.config.numbers import at_least
 from smpc.errors import MemoryLimitError, PartitionError
 from smpc.partitioner.graph.plan import Plan

@@ -3,7 +3,7 @@
 A shape says who has what: a pipeline of p ranks, each of them t tensor-parallel ranks that share every operation and c context-parallel
 ranks that share every sequence, d replicas of it with p t c d = world size, e of which divide the experts of a mixture among them, where
 they are, and m microbatches of a replica's part of the batch. A candidate is a shape and how it is trained: the schedule with v stages on
-a rank, what replicas divide among them (`smpc.compile.step.Sharding`), what is computed again in the backward: what the model itself
+a rank, what replicas divide among them (`smpc.compile.exchange.Sharding`), what is computed again in the backward: what the model itself
 asks for ("model"), or some modules as well (`Again`), and whether what these read waits in the host's memory (`offloading`). The global
 batch is the same for all, so m times d times the size of a microbatch is. Tensor-parallel ranks are neighbours: they talk in every block.
 
@@ -21,8 +21,8 @@ from dataclasses import dataclass, field, replace
 
 from torch import nn
 
+from smpc.compile.exchange import Sharding
 from smpc.compile.options import PipelineOptions
-from smpc.compile.step import Sharding
 from smpc.config.numbers import MAX_PIPELINE_RANKS, size_violation
 from smpc.errors import ConfigError
 from smpc.experts.structure import find_experts
@@ -79,8 +79,13 @@ class Shape:
 
     @property
     def num_holders(self) -> int:
-        """Ranks that run a stage with the same parameters; where experts are divided only those are sure that have all of it."""
-        return 1 if self.expert_parallel_degree > 1 else self.data_parallel_degree * self.context_parallel_degree
+        """Ranks that run a stage with the same parameters, but for experts that they divide."""
+        return self.data_parallel_degree * self.context_parallel_degree
+
+    @property
+    def num_expert_holders(self) -> int:
+        """Of these, the ranks that have the same experts."""
+        return self.num_holders // self.expert_parallel_degree
 
     @property
     def runs_as_it_is(self) -> bool:
@@ -96,8 +101,7 @@ class Shape:
             self.tensor_parallel_degree,
             self.placement_strategy,
             self.context_parallel_degree,
-            self.expert_parallel_degree,
-            self.expert_parallel_degree,
+            expert_parallel_degree=self.expert_parallel_degree,
         )
 
 
@@ -220,11 +224,16 @@ def candidate_of(shape: Shape, schedule: str, pieces: int, again: str, sharding:
 
 
 def shardings(shape: Shape, tried: tuple[Sharding, ...]) -> tuple[Sharding, ...]:
-    """What is tried of what ranks with the same parameters divide: nothing where there is one, or where experts are divided.
+    """What is tried of what ranks with the same parameters divide: nothing where there is one, and not the optimizer's state alone
+    where experts are divided.
 
     Context-parallel ranks hold the same parameters, without replicas too.
     """
-    return (Sharding.NONE,) if shape.num_holders == 1 else tried
+    if shape.num_holders == 1:
+        return (Sharding.NONE,)
+    if shape.expert_parallel_degree > 1:
+        return tuple(kind for kind in tried if kind is not Sharding.STATE) or (Sharding.NONE,)
+    return tried
 
 
 def tensor_degrees(world_size: int, device: Device) -> tuple[int, ...]:
@@ -318,7 +327,7 @@ def _placements(
     """Pipelines on neighbours; and replicas on neighbours, where that changes who shares a host. Tensor-parallel ranks always are."""
     found: dict[tuple[object, ...], str] = {}
     for name in ("cluster", "spread" if tensor == 1 else "PDT"):
-        mesh = Mesh(world_size, pipeline, tensor, name, context, expert, expert)
+        mesh = Mesh(world_size, pipeline, tensor, name, context, expert_parallel_degree=expert)
         groups = tuple(Group.of(mesh, axis, device) for axis in (Axis.RDP, Axis.CP, Axis.EP))
         found.setdefault((wire(device, mesh, Axis.PP), *groups), name)
     return tuple(found.values())

@@ -33,7 +33,7 @@ from smpc.executor.collectives import TensorGroup
 from smpc.executor.replicas.apart import ExpertReplicas, ExpertsApart
 from smpc.executor.replicas.data_parallel import broadcast
 from smpc.executor.replicas.group_hooks import StepHooks
-from smpc.experts.confirm import Confirmed, confirm
+from smpc.experts.confirm import Confirmations, Confirmed
 from smpc.experts.dispatch import owned
 from smpc.experts.listed import ListedBlock, spread_out
 from smpc.experts.stacked import Options, become_part
@@ -235,10 +235,10 @@ def _confirmed_in_layout(module: nn.Module, degree: int, session: Session) -> li
     """The experts to cut. Raises an error if there are none, and for experts that cannot be divided."""
     uses = _uses_of_expert_parameters(module)
     cuttable: list[Confirmed | Listed] = []
-    refused, whole = [], []
+    refused, whole, confirmations = [], [], Confirmations()
     for one in find_experts(module):
         reason = _unsuited_in_layout(one, degree, uses, session.is_sharded)
-        outcome = reason or confirm(one)
+        outcome = reason or confirmations.of(one)
         if not isinstance(outcome, str):
             cuttable.append(outcome)
         elif reason is not None and isinstance(one, Stacked):
