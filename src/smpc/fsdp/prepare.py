@@ -34,8 +34,9 @@ from smpc.fsdp.meshes import MeshesOver, key_of, meshes_of, over_all
 from smpc.fsdp.tensor_slices import AXIS, TensorConfig, check_beside, data_sizes
 from smpc.fsdp.values import ValuesBeforeSlicing
 from smpc.fsdp.wrapping import Wrapped, recomputed, units_of
-from smpc.sharding import Keep, ShardingOptions, Unit, shard
-from smpc.sharding.shard import Incoming, check_gradients_of_parts, own_modules
+from smpc.sharding import Keep, Sharded, ShardingOptions, Unit, shard
+from smpc.sharding.in_step import InStep
+from smpc.sharding.shard import Incoming, check_gradients_of_parts, keep_in_step, own_modules
 from smpc.sharding.tensors import as_state_of, local
 
 
@@ -53,6 +54,7 @@ class Prepared:
     mesh: DeviceMesh
     numbered: dict[str, tuple[int, int]] = field(default_factory=dict)
     buffers: tuple[CastBuffers, ...] = ()
+    in_step: InStep | None = None
 
     @property
     def tensor_group(self) -> distributed.ProcessGroup | None:
@@ -136,10 +138,14 @@ def prepare(
     dtypes = (whole.param_dtype, whole.reduce_dtype)
     options = ShardingOptions(Keep.NEVER, *dtypes, cast_inputs=True, offload=config.cpu_offload)
     over = prepared.mesh if slices == 1 else prepared.mesh[("replica", "shard") if is_hybrid else ("shard",)]
+    models: dict[str, Sharded] = {}
     for name, root in roots.items():
         asked = [_unit_options(name, unit, config, policies, meshes, own) for unit in units[name]]
-        shard(root, asked, over, options, ignored=ignored, source=source if values is None else None).settle()
+        filled = source if values is None else None
+        models[name] = shard(root, asked, over, options, ignored=ignored, source=filled, in_step=False)
+        models[name].settle()
         _set_prefetch(root, config, units[name])
+    prepared.in_step = keep_in_step(models, over)
     if values is not None:
         values.settle()
     prepared.numbered = _numbered_prepared_units(model, roots, units, config, own)

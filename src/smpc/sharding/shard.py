@@ -54,6 +54,7 @@ from torch.utils._pytree import tree_map_only
 from smpc.config.keep import Keep
 from smpc.errors import ConfigUnsupportedError
 from smpc.sharding.backwards import Backwards
+from smpc.sharding.in_step import InStep
 from smpc.sharding.tensors import has_hooks, local, own_part_of_sharded
 from smpc.sharding.units import keep_containers
 from smpc.sharding.uses import Uses
@@ -121,9 +122,11 @@ class Unit:
 
 @dataclass(slots=True)
 class _ShardPart:
+    name: str
     module: FSDPModule
     keep: Keep
     is_wide: bool
+    is_alike: bool  # all ranks of the model's mesh gather it together
 
 
 @dataclass(slots=True)
@@ -211,6 +214,8 @@ def shard(
     ignored: frozenset[nn.Parameter] = frozenset(),
     source: Incoming | None = None,
     group: ProcessGroup | None = None,
+    *,
+    in_step: bool = True,
 ) -> Sharded:
     """Divide the parameters of a model over a mesh of (shard) or (replica, shard), in place. Collective.
 
@@ -219,7 +224,8 @@ def shard(
     All ranks must have equal parameters, unless `source` names the rank whose parameters all get; the others' may then be on meta.
     `units`: names as from `find_units`, inner before outer; "" is the model, and comes last whether it is named or not. `ignored`
     parameters stay whole, and their gradients are not averaged. `group`: the ranks of `mesh`, if in a step their batches may use different
-    parameters of a unit; what forwards write into whole parameters is kept then, too.
+    parameters of a unit; what forwards write into whole parameters is kept then, too. `in_step`: without a `group`, have ranks go through
+    the model together (`smpc.sharding.in_step`); False if the caller does so, for several models.
 
     Raises ConfigUnsupportedError for units whose trained parameters have several dtypes, and for parameters that are not contiguous, have
     no dimension, or have hooks or sparse gradients.
@@ -252,15 +258,36 @@ def shard(
         if wide:
             widen(new)
         taken.update(new)
-        found._parts.append(_ShardPart(made, unit.keep or options.keep, wide))
+        is_alike = unit.mesh is None or _ranks(unit.mesh) == _ranks(mesh)
+        found._parts.append(_ShardPart(unit.name, made, unit.keep or options.keep, wide, is_alike))
     if group is not None:
         alike = [part.module for part, unit in zip(found._parts, ordered, strict=True) if unit.mesh is None]
         found._uses = Uses(alike, group)
         keep_writes(alike)
+    elif in_step:
+        keep_in_step({"": found}, mesh)
     for name, after in root.named_parameters(remove_duplicate=False):
         found.exchanged[before[name]] = after
     _empty(parameter for parameter in before.values() if parameter not in ignored)
     return found
+
+
+def keep_in_step(models: Mapping[str, Sharded], mesh: DeviceMesh) -> InStep | None:
+    """Have ranks go through sharded models together (`smpc.sharding.in_step`); `models` by name, "" if there is one. None for one rank.
+    Collective."""
+    if mesh.size() == 1 or not models:
+        return None
+    parts = [(f"{model}.{part.name}".strip("."), part) for model, each in models.items() for part in each._parts]
+    units = {name: part.module for name, part in parts if part.is_alike}
+    roots = {name: each._parts[-1].module for name, each in models.items()}
+    made = InStep(roots, units, mesh, is_alone=len(units) == len(parts))
+    for each in models.values():
+        each._uses = made.uses
+    return made
+
+
+def _ranks(mesh: DeviceMesh) -> list[int]:
+    return sorted(int(rank) for rank in mesh.mesh.flatten())
 
 
 def _empty(parameters: Iterable[nn.Parameter]) -> None:
@@ -422,7 +449,7 @@ def _of_scripts(hooks: Mapping[int, Any]) -> OrderedDict[int, Any]:
 
 def _is_of_units(hook: Any) -> bool:
     bound = getattr(hook.func if isinstance(hook, functools.partial) else hook, "__self__", None)
-    return hook is _without_views or isinstance(bound, FSDPState | Backwards)
+    return hook is _without_views or isinstance(bound, FSDPState | Backwards | InStep)
 
 
 def exchange(model: nn.Module, exchanged: Mapping[nn.Parameter, nn.Parameter]) -> None:
