@@ -8,9 +8,11 @@ import torch
 from executor_harness import run_workers
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
+import smpc.v2 as tsm
 from smpc.composer import ComposerModel, Trainer
 from smpc.errors import StepError
 from smpc.sharding import Keep, ShardingOptions, find_units, shard
@@ -239,3 +241,29 @@ def test_ranks_that_do_not_train_together_are_told(tmp_path):
     assert "rank 0: a backward, rank 1: an update of an optimizer" in first[0]
     assert "rank 0: an update of an optimizer, rank 1: a backward" in first[1]
     assert "found no word of some when this one has come to the model" in first[2]
+
+
+def trained_by_a_script_of_v2(rank, folder, is_one):
+    """`is_one`: the whole model is sharded, or its blocks and heads, each by itself."""
+    warnings.simplefilter("ignore")
+    tsm.init({"hybrid_shard_degree": 2})
+    model = make()
+    for module in (*model.blocks, *model.heads):
+        fully_shard(module)
+    for module in [model] if is_one else [model.embed, model.other]:
+        fully_shard(module)
+    optimizer, states = optimizer_of(model.parameters()), []
+    for step in range(STEPS):
+        if step % 2 == 0:
+            optimizer.zero_grad()
+        loss_of(model, batch(step, rank), WAYS[step][rank]).backward()
+        optimizer.step()
+        states.append((grads_of(model), state_of(model)))
+    tsm.state.reset()
+    return states
+
+
+@pytest.mark.parametrize("is_one", [True, False])
+def test_ranks_of_a_script_of_v2_may_take_other_ways(tmp_path, is_one):
+    for states in run_workers(trained_by_a_script_of_v2, RANKS, tmp_path, is_one):
+        torch.testing.assert_close(states, expected(), rtol=1e-10, atol=1e-11)

@@ -35,6 +35,7 @@ from smpc.sharding.uses import Uses, has_gradient
 
 BEGIN, COME_TO = 1 << 40, 1 << 41  # messages: which calls a backward reaches; COME_TO + what it has come to
 _END = COME_TO - 1
+_MADE = _END - 1  # what only the ranks that have come to it can do
 _AGAIN = 1 << 30  # what is computed again in a backward: all ranks know its parameter
 
 
@@ -148,14 +149,7 @@ class Backwards:
         """Before a parameter is gathered, or its gradient reduced, for a use that a backward repeats. None: of what was made of some."""
         if not self._is_acting():
             return
-        self._begin()
-        if number is None and self._differs:
-            raise StepError(
-                "sharded parameters: expected the backwards of all replicas to reach the same blocks, since one computes again what uses "
-                "values made of a parameter outside of its block, found different ones; multiply what a rank leaves out of its loss by zero"
-            )
-        if number is not None:
-            self._come_to(_AGAIN + number)
+        self._come_to(_MADE if number is None else _AGAIN + number)
 
     def _come_to_use(self, event: int, num_calls: int) -> None:
         if self._is_acting() and num_calls == self._num_calls:
@@ -220,6 +214,12 @@ class Backwards:
         self._begin()
         while self._differs:
             told = [number - COME_TO for number in self._tell(COME_TO + event)]
+            if _MADE in told:
+                raise StepError(
+                    "sharded parameters: expected the backwards of all replicas to reach the same blocks, since one computes again what "
+                    "uses values made of a parameter outside of its block, found different ones; multiply what a rank leaves out of its "
+                    "loss by zero"
+                )
             places = {each: place for place, each in enumerate(reversed(self._order))}
             first = min(told, key=lambda each: (places.get(each, len(places)), each))
             if first == event:

@@ -69,6 +69,11 @@ class InStep:
         handle = register_optimizer_step_pre_hook(functools.partial(_before_update, weakref.ref(self)))
         weakref.finalize(self, handle.remove)
 
+    def begin(self) -> None:
+        """A forward has begun without this one's knowledge."""
+        if torch.is_grad_enabled():
+            self._backwards.begin_call([True] * len(self._units), looks=False)
+
     def reset(self) -> None:
         """A batch is given up on all ranks: what it has called is never differentiated."""
         self._called.clear()
@@ -172,9 +177,14 @@ def _before_update(found: weakref.ref[InStep], optimizer: torch.optim.Optimizer,
         in_step.before_update(optimizer)
 
 
+def ranks_of(mesh: DeviceMesh) -> list[int]:
+    """All ranks of a mesh, in order."""
+    return sorted(int(rank) for rank in mesh.mesh.flatten())
+
+
 def message_group(mesh: DeviceMesh) -> dist.ProcessGroup:
     """A group of all ranks of a mesh, for messages between CPUs. Collective over them."""
-    ranks = sorted(int(rank) for rank in mesh.mesh.flatten())
+    ranks = ranks_of(mesh)
     made: dist.ProcessGroup = dist.new_group(ranks, backend="gloo", timeout=_patience(), use_local_synchronization=True)
     return made
 

@@ -54,7 +54,7 @@ from torch.utils._pytree import tree_map_only
 from smpc.config.keep import Keep
 from smpc.errors import ConfigUnsupportedError
 from smpc.sharding.backwards import Backwards
-from smpc.sharding.in_step import InStep
+from smpc.sharding.in_step import InStep, ranks_of
 from smpc.sharding.tensors import has_hooks, local, own_part_of_sharded
 from smpc.sharding.units import keep_containers
 from smpc.sharding.uses import Uses
@@ -139,6 +139,12 @@ class Sharded:
     _parts: list[_ShardPart] = field(default_factory=list)
     _ignored: frozenset[nn.Parameter] = frozenset()
     _uses: Uses | None = None
+
+    def keep_steps_alike(self, group: ProcessGroup) -> None:
+        """Have ranks' batches use different parameters of units in a step, and keep what forwards write into whole ones."""
+        alike = [part.module for part in self._parts if part.is_alike]
+        self._uses = Uses(alike, group)
+        keep_writes(alike)
 
     def begin_step(self) -> None:
         """A training step begins. Until `end_step` units keep their parameters as long as they should."""
@@ -258,12 +264,10 @@ def shard(
         if wide:
             widen(new)
         taken.update(new)
-        is_alike = unit.mesh is None or _ranks(unit.mesh) == _ranks(mesh)
+        is_alike = unit.mesh is None or ranks_of(unit.mesh) == ranks_of(mesh)
         found._parts.append(_ShardPart(unit.name, made, unit.keep or options.keep, wide, is_alike))
     if group is not None:
-        alike = [part.module for part, unit in zip(found._parts, ordered, strict=True) if unit.mesh is None]
-        found._uses = Uses(alike, group)
-        keep_writes(alike)
+        found.keep_steps_alike(group)
     elif in_step:
         keep_in_step({"": found}, mesh)
     for name, after in root.named_parameters(remove_duplicate=False):
@@ -284,10 +288,6 @@ def keep_in_step(models: Mapping[str, Sharded], mesh: DeviceMesh) -> InStep | No
     for each in models.values():
         each._uses = made.uses
     return made
-
-
-def _ranks(mesh: DeviceMesh) -> list[int]:
-    return sorted(int(rank) for rank in mesh.mesh.flatten())
 
 
 def _empty(parameters: Iterable[nn.Parameter]) -> None:
