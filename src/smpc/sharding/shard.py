@@ -247,17 +247,8 @@ def shard(
         wide = any(is_wide(parameter) for parameter in own)
         if not options.stays_outside:
             module.register_forward_hook(_without_views)
-        made = fully_shard(
-            module,
-            mesh=unit.mesh if unit.mesh is not None else mesh,
-            reshard_after_forward=not options.stays_outside,
-            mp_policy=unit.policy or _precision_policy(options, wide, is_root=not unit.name),
-            offload_policy=_offload_shards(mesh.device_type) if options.offload else OffloadPolicy(),
-            ignored_params={*ignored, *taken} or None,
-        )
-        keep_containers(module)
-        if unit.divisor is not None:
-            made.set_gradient_divide_factor(unit.divisor)
+        policy = unit.policy or _precision_policy(options, wide, is_root=not unit.name)
+        made = _made_unit(module, unit, mesh, options, policy, {*ignored, *taken})
         if source is not None:
             _fill_unit(module, own, taken, "cpu" if options.offload else mesh.device_type, source, ignored)
         new = _untaken_by_shards(module, taken)
@@ -274,6 +265,29 @@ def shard(
         found.exchanged[before[name]] = after
     _empty(parameter for parameter in before.values() if parameter not in ignored)
     return found
+
+
+def _made_unit(
+    module: nn.Module,
+    unit: Unit,
+    mesh: DeviceMesh,
+    options: ShardingOptions,
+    policy: MixedPrecisionPolicy,
+    left: set[nn.Parameter],
+) -> FSDPModule:
+    """A module's parameters in parts. `left`: those that stay as they are."""
+    made = fully_shard(
+        module,
+        mesh=unit.mesh if unit.mesh is not None else mesh,
+        reshard_after_forward=not options.stays_outside,
+        mp_policy=policy,
+        offload_policy=_offload_shards(mesh.device_type) if options.offload else OffloadPolicy(),
+        ignored_params=left or None,
+    )
+    keep_containers(module)
+    if unit.divisor is not None:
+        made.set_gradient_divide_factor(unit.divisor)
+    return made
 
 
 def keep_in_step(models: Mapping[str, Sharded], mesh: DeviceMesh) -> InStep | None:
