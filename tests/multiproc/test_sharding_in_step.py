@@ -5,6 +5,7 @@ import warnings
 
 import pytest
 import torch
+import torch.distributed as dist
 from executor_harness import run_workers
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -47,7 +48,8 @@ def recomputed_anew(block, *args):
 
 
 class Ways(nn.Module):
-    """Blocks that a batch may skip or call twice, heads in a list that are units, a head that is none, a result that is stashed."""
+    """Blocks that a batch may skip or call twice, heads in a list that are units, a head that is none, a result that is stashed; and
+    parameters that have nothing to divide."""
 
     def __init__(self, call=None):
         super().__init__()
@@ -55,6 +57,7 @@ class Ways(nn.Module):
         self.embed, self.blocks = nn.Embedding(9, 6), nn.ModuleList([Block() for _ in range(3)])
         self.heads = nn.ModuleList([nn.Linear(6, 9) for _ in range(3)])
         self.other = nn.Linear(6, 9, bias=False)
+        self.scale, self.never, self.none = (nn.Parameter(torch.full(shape, 0.7)) for shape in ((), (), (0, 3)))
 
     def forward(self, ids, way):
         x = self.call(self.blocks[0], self.embed(ids), "s" in way)
@@ -65,7 +68,7 @@ class Ways(nn.Module):
             ):  # which torch does not sum, if it is called twice
                 x = self.call(self.blocks[1], x, block == 0)
         head = self.heads[0] if "a" in way else self.heads[1]
-        losses = [head(x)] + [self.other(x)] * ("b" in way)
+        losses = [head(x)] + [self.other(x) * self.scale + self.none.sum()] * ("b" in way)
         return [nn.functional.cross_entropy(each.flatten(0, 1), ids.flatten()) for each in losses]
 
 
@@ -125,7 +128,7 @@ def trained(rank, folder, cases, axes):
             states.append((grads_of(model), state_of(model)))
             with torch.no_grad():
                 model(batch(step, rank), WAYS[step][1 - rank % RANKS])
-            assert keep is Keep.MICROBATCH or all(isinstance(p, DTensor) for p in model.parameters())
+            assert keep is Keep.MICROBATCH or all(isinstance(p, DTensor) for p in model.blocks.parameters())
         found.append(states)
     return found
 
@@ -243,6 +246,16 @@ def test_ranks_that_do_not_train_together_are_told(tmp_path):
     assert "found no word of some when this one has come to the model" in first[2]
 
 
+def average_by_hand(parameters):
+    for parameter in parameters:
+        has = torch.tensor(parameter.grad is not None, dtype=torch.int32)
+        dist.all_reduce(has)
+        if has:
+            parameter.grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+            dist.all_reduce(parameter.grad)
+            parameter.grad /= RANKS
+
+
 def trained_by_a_script_of_v2(rank, folder, is_one):
     """`is_one`: the whole model is sharded, or its blocks and heads, each by itself."""
     warnings.simplefilter("ignore")
@@ -250,13 +263,15 @@ def trained_by_a_script_of_v2(rank, folder, is_one):
     model = make()
     for module in (*model.blocks, *model.heads):
         fully_shard(module)
+    wholes = (model.scale, model.never, model.none)  # which FSDP refuses
     for module in [model] if is_one else [model.embed, model.other]:
-        fully_shard(module)
+        fully_shard(module, ignored_params=set(wholes))
     optimizer, states = optimizer_of(model.parameters()), []
     for step in range(STEPS):
         if step % 2 == 0:
             optimizer.zero_grad()
         loss_of(model, batch(step, rank), WAYS[step][rank]).backward()
+        average_by_hand(wholes)
         optimizer.step()
         states.append((grads_of(model), state_of(model)))
     tsm.state.reset()

@@ -63,6 +63,7 @@ class Backwards:
         self._num_calls = self._num_uses = 0
         self.take_part_again: Callable[[int], None] = lambda number: None
         self.before_gather: Callable[[int], None] = lambda number: None  # outside of backwards
+        self.at_end: Callable[[], None] = lambda: None
         self._is_open = self._is_called = self._is_blind = self._is_under_way = self._differs = self._is_ending = False
         self._completes = False
         self._finished: set[int] = set()
@@ -285,8 +286,11 @@ class Backwards:
         if self._is_ending:
             return
         self._is_ending = True
-        if not self._differs:
-            return
+        if self._differs:
+            self._end_together()
+        self.at_end()
+
+    def _end_together(self) -> None:
         for number, group in enumerate(self._groups):
             if group is not None and _is_begun(group):
                 group.post_backward()

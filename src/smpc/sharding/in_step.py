@@ -35,13 +35,14 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from smpc.errors import StepError
 from smpc.sharding.backwards import BEGIN, COME_TO, Backwards, is_in_backward
 from smpc.sharding.uses import Uses
+from smpc.sharding.whole_parameters import WholeParameters
 
 _UPDATE = BEGIN - 1
 
 
 class InStep:
     """See above. `roots`: what is called, by name, and `units`: what all ranks of `mesh` gather together, by names that begin with their
-    root's. `is_alone`: whether the models have no other units. Collective."""
+    root's. `is_alone`: whether the models have no other units. `wholes`: what is averaged at the end of a backward. Collective."""
 
     def __init__(
         self,
@@ -50,6 +51,7 @@ class InStep:
         mesh: DeviceMesh,
         *,
         is_alone: bool,
+        wholes: WholeParameters | None = None,
     ) -> None:
         self._group, self._is_alone = message_group(mesh), is_alone
         self._tells_each = mesh.device_type == "cpu"
@@ -62,6 +64,8 @@ class InStep:
         ends = [named.index(name) for name in roots if name in units]
         self._backwards = Backwards(units, self._tell_backward, is_alone=is_alone, uses=self.uses, ends=ends)
         self._backwards.before_gather = self._before_gather
+        if wholes is not None:
+            self._backwards.at_end = wholes.average
         for name in roots:
             root: nn.Module = roots[name]  # type: ignore[assignment]
             root.register_forward_pre_hook(functools.partial(self._enter, name), prepend=True)

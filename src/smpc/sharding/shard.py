@@ -58,6 +58,7 @@ from smpc.sharding.in_step import InStep, ranks_of
 from smpc.sharding.tensors import has_hooks, local, own_part_of_sharded
 from smpc.sharding.units import keep_containers
 from smpc.sharding.uses import Uses
+from smpc.sharding.whole_parameters import WholeParameters, stays_whole
 from smpc.sharding.wide_gradients import is_wide, keep_wide, widen
 from smpc.sharding.writes import keep_writes
 
@@ -131,11 +132,12 @@ class _ShardPart:
 
 @dataclass(slots=True)
 class Sharded:
-    """A sharded model. `exchanged`: the parameters that have replaced others."""
+    """A sharded model. `exchanged`: the parameters that have replaced others; `left`: those that the caller has left to each rank."""
 
     root: nn.Module
     options: ShardingOptions
     exchanged: dict[nn.Parameter, nn.Parameter] = field(default_factory=dict)
+    left: frozenset[nn.Parameter] = frozenset()
     _parts: list[_ShardPart] = field(default_factory=list)
     _ignored: frozenset[nn.Parameter] = frozenset()
     _uses: Uses | None = None
@@ -233,14 +235,21 @@ def shard(
     parameters of a unit; what forwards write into whole parameters is kept then, too. `in_step`: without a `group`, have ranks go through
     the model together (`smpc.sharding.in_step`); False if the caller does so, for several models.
 
-    Raises ConfigUnsupportedError for units whose trained parameters have several dtypes, and for parameters that are not contiguous, have
-    no dimension, or have hooks or sparse gradients.
+    Parameters that have nothing to divide (`smpc.sharding.whole_parameters`) stay whole. Without a `group` their gradients are averaged at
+    the end of each backward; else by the caller.
+
+    Raises ConfigUnsupportedError for units whose trained parameters have several dtypes, and for parameters that are not contiguous, or
+    have hooks or sparse gradients.
     """
+    left, ignored = ignored, ignored | {parameter for parameter in root.parameters() if stays_whole(parameter)}
     known = {unit.name: unit for unit in (u if isinstance(u, Unit) else Unit(u) for u in units)}
     ordered = [*(unit for unit in known.values() if unit.name), known.get("", Unit(""))]
     _check_parameters(root, [unit.name for unit in ordered], ignored)
     before = dict(root.named_parameters(remove_duplicate=False))
-    found, taken = Sharded(root, options, _ignored=ignored), set[nn.Parameter]()  # what belongs to earlier units
+    found, taken = (
+        Sharded(root, options, left=left, _ignored=ignored),
+        set[nn.Parameter](),
+    )  # what belongs to earlier units
     for unit in ordered:
         module = root.get_submodule(unit.name)
         own = _untaken_by_shards(module, taken)
@@ -265,6 +274,10 @@ def shard(
         found.exchanged[before[name]] = after
     _empty(parameter for parameter in before.values() if parameter not in ignored)
     return found
+
+
+def _groups_of(mesh: DeviceMesh) -> list[ProcessGroup]:
+    return [mesh.get_group(dimension) for dimension in range(mesh.ndim)]
 
 
 def _made_unit(
@@ -298,7 +311,9 @@ def keep_in_step(models: Mapping[str, Sharded], mesh: DeviceMesh) -> InStep | No
     parts = [(f"{model}.{part.name}".strip("."), part) for model, each in models.items() for part in each._parts]
     units = {name: part.module for name, part in parts if part.is_alike}
     roots = {name: each._parts[-1].module for name, each in models.items()}
-    made = InStep(roots, units, mesh, is_alone=len(units) == len(parts))
+    left = {parameter for each in models.values() for parameter in each.left}
+    wholes = WholeParameters((each.root for each in models.values()), _groups_of(mesh), left)
+    made = InStep(roots, units, mesh, is_alone=len(units) == len(parts), wholes=wholes)
     for each in models.values():
         each._uses = made.uses
     return made
@@ -411,11 +426,6 @@ def _check_parameters(root: nn.Module, names: Sequence[str], ignored: Collection
         f"{name} of the model is not contiguous: its strides are {parameter.stride()}; give it parameter.contiguous()"
         for name, parameter in root.named_parameters()
         if not parameter.is_contiguous() and parameter not in ignored
-    ]
-    wrong += [
-        f"{name} has no dimension to divide it along; give it one, as in nn.Parameter(torch.zeros(1))"
-        for name, parameter in root.named_parameters()
-        if not parameter.dim() and parameter not in ignored
     ]
     if wrong:
         raise ConfigUnsupportedError("\n".join(f"fully_shard: {line}" for line in wrong))

@@ -19,9 +19,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint._traverse import set_element
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadItem
 from torch.distributed.checkpoint.planner import LoadPlanner as AnyLoadPlanner
 from torch.distributed.checkpoint.planner_helpers import _create_chunk_list
@@ -118,7 +118,9 @@ def load_state(
         reader.set_up_storage_reader(metadata, is_coordinator)
         if is_coordinator:
             entries = metadata.state_dict_metadata.items()
-            saved = {name: entry.properties.dtype for name, entry in entries if isinstance(entry, TensorStorageMetadata)}
+            saved = {
+                name: entry.properties.dtype for name, entry in entries if isinstance(entry, TensorStorageMetadata)
+            }
             warn_of_casts(getattr(chosen, "state_dict", state), saved)
         return reader.prepare_local_plan(chosen.create_local_plan())
 
