@@ -134,17 +134,14 @@ def prepare(
         values.slice(tensor, prepared.mesh, is_meta=is_meta)
     if config.activation_checkpointing or config.activation_cpu_offload:
         _save_less(roots.values(), config)
-    whole = MixedPrecision.of(config.mixed_precision, precision)
-    dtypes = (whole.param_dtype, whole.reduce_dtype)
-    options = ShardingOptions(Keep.NEVER, *dtypes, cast_inputs=True, offload=config.cpu_offload)
+    whole, never = MixedPrecision.of(config.mixed_precision, precision), Keep.NEVER
+    options = ShardingOptions(never, whole.param_dtype, whole.reduce_dtype, cast_inputs=True, offload=config.cpu_offload)
     over = prepared.mesh if slices == 1 else prepared.mesh[("replica", "shard") if is_hybrid else ("shard",)]
-    models: dict[str, Sharded] = {}
+    filled, models = source if values is None else None, dict[str, Sharded]()
     for name, root in roots.items():
         asked = [_unit_options(name, unit, config, policies, meshes, own) for unit in units[name]]
-        filled = source if values is None else None
         models[name] = shard(root, asked, over, options, ignored=ignored, source=filled, in_step=False)
-        models[name].settle()
-        _set_prefetch(root, config, units[name])
+        _settle(models[name], root, config, units[name])
     prepared.in_step = keep_in_step(models, over)
     if values is not None:
         values.settle()
@@ -152,13 +149,18 @@ def prepare(
     if config.auto_wrap:
         _sync_buffers(model, device_type)
         prepared.buffers = _cast_buffers(model, config, policies, whole)
-    after = dict(model.named_parameters(remove_duplicate=False))
-    exchanged = {old: after[name] for name, old in before.items() if old is not after[name]}
     if optimizer is not None:
-        hand_over(optimizer, exchanged)
+        after = dict(model.named_parameters(remove_duplicate=False))
+        hand_over(optimizer, {old: after[name] for name, old in before.items() if old is not after[name]})
     if config.verbose and dist.get_global_rank() == 0:
         _print_prepared(prepared, units, policies, degrees)
     return prepared
+
+
+def _settle(sharded: Sharded, root: nn.Module, config: FSDPConfig, wrapped: Sequence[Wrapped]) -> None:
+    """Set how long units stay whole, and which are gathered ahead of need."""
+    sharded.settle()
+    _set_prefetch(root, config, wrapped)
 
 
 def _tell_of_fields(config: FSDPConfig) -> None:
