@@ -135,7 +135,9 @@ def prepare(
     if config.activation_checkpointing or config.activation_cpu_offload:
         _save_less(roots.values(), config)
     whole, never = MixedPrecision.of(config.mixed_precision, precision), Keep.NEVER
-    options = ShardingOptions(never, whole.param_dtype, whole.reduce_dtype, cast_inputs=True, offload=config.cpu_offload)
+    options = ShardingOptions(
+        never, whole.param_dtype, whole.reduce_dtype, cast_inputs=True, offload=config.cpu_offload
+    )
     over = prepared.mesh if slices == 1 else prepared.mesh[("replica", "shard") if is_hybrid else ("shard",)]
     filled, models = source if values is None else None, dict[str, Sharded]()
     for name, root in roots.items():
