@@ -134,10 +134,8 @@ def prepare(
         values.slice(tensor, prepared.mesh, is_meta=is_meta)
     if config.activation_checkpointing or config.activation_cpu_offload:
         _save_less(roots.values(), config)
-    whole, never = MixedPrecision.of(config.mixed_precision, precision), Keep.NEVER
-    options = ShardingOptions(
-        never, whole.param_dtype, whole.reduce_dtype, cast_inputs=True, offload=config.cpu_offload
-    )
+    whole = MixedPrecision.of(config.mixed_precision, precision)
+    options = _sharding_options(whole, config)
     over = prepared.mesh if slices == 1 else prepared.mesh[("replica", "shard") if is_hybrid else ("shard",)]
     filled, models = source if values is None else None, dict[str, Sharded]()
     for name, root in roots.items():
@@ -157,6 +155,11 @@ def prepare(
     if config.verbose and dist.get_global_rank() == 0:
         _print_prepared(prepared, units, policies, degrees)
     return prepared
+
+
+def _sharding_options(whole: MixedPrecision, config: FSDPConfig) -> ShardingOptions:
+    dtypes = (whole.param_dtype, whole.reduce_dtype)
+    return ShardingOptions(Keep.NEVER, *dtypes, cast_inputs=True, offload=config.cpu_offload)
 
 
 def _settle(sharded: Sharded, root: nn.Module, config: FSDPConfig, wrapped: Sequence[Wrapped]) -> None:
