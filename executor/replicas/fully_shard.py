@@ -23,7 +23,8 @@ those of a step; without them, every backward averages its gradients. What is `a
 Replicas may use different parameters in a step, if their batches take other branches (`smpc.sharding.uses`). Blocks that are gathered when
 they are called must be the same on all of them (`smpc.sharding.same_blocks`).
 
-A parameter without dimensions (CLIP's `logit_scale`) has no parts: every rank has it whole, and averages its gradient at the end of a step.
+A parameter without dimensions (CLIP's `logit_scale`), or without elements, has no parts: every rank has it whole, and averages its gradient
+at the end of a step.
 """
 
 from __future__ import annotations
@@ -32,35 +33,16 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from smpc.executor.collectives import TensorGroup
 from smpc.executor.replicas.apart import ExpertsApart, make_equal
 from smpc.executor.replicas.data_parallel import broadcast
-from smpc.executor.replicas.group_hooks import average_gradients
 from smpc.sharding import Keep, OutsideUses, Sharded, ShardingOptions, Unit, shard
 from smpc.sharding.same_blocks import IDLE, START, TRAINED, SameBlocks
-
-
-class _Scalars:
-    """The parameters without dimensions of some modules, which all ranks of the group have whole."""
-
-    def __init__(self, modules: Iterable[nn.Module], group: dist.ProcessGroup) -> None:
-        held = {id(p): p for module in modules for p in module.parameters() if not p.dim()}
-        self._parameters, self._group = list(held.values()), TensorGroup.of(group)
-
-    def all(self) -> frozenset[nn.Parameter]:
-        """What is not divided."""
-        return frozenset(self._parameters)
-
-    @torch.no_grad()
-    def average(self) -> None:
-        """Average the gradients of a step. Collective."""
-        average_gradients(self._parameters, self._group)
+from smpc.sharding.whole_parameters import WholeParameters
 
 
 class _GatheredModules(nn.Module):
@@ -131,7 +113,7 @@ class StageShards:
         self._group = group
         self._stages = [stages[index] for index in sorted(stages)]
         self._buffers_of = self._stages if broadcast_buffers else []
-        self._scalars = _Scalars(self._stages, group)
+        self._wholes = WholeParameters(self._stages, [group])
         if (
             mesh is None
         ):  # torch keeps layouts by meshes that are equal, even of groups that were destroyed: a name for each group
@@ -148,7 +130,7 @@ class StageShards:
             if any(True for _ in root.parameters()):
                 units = () if apart is None or root.apart is None else (Unit("apart", mesh=apart.mesh),)
                 options = ShardingOptions(Keep.STEP, stays_outside=True)
-                made = self._sharded[members[0]] = shard(root, units, mesh, options, self._scalars.all(), group=group)
+                made = self._sharded[members[0]] = shard(root, units, mesh, options, self._wholes.all(), group=group)
                 self._first.update(dict.fromkeys(members, members[0]))
                 self.exchanged.update(made.exchanged)
 
@@ -189,7 +171,7 @@ class StageShards:
         """Average what the last backward of a stage has not: there was none, or it did not reach the stage."""
         for index in sorted(self._sharded, reverse=True):
             self._sharded[index].end_step()
-        self._scalars.average()
+        self._wholes.average()
 
     def did_not_train(self) -> None:
         """Nothing was counted."""
@@ -243,8 +225,8 @@ class ModuleShards:
     ) -> None:
         self._module, self._group, self._has_buffers = module, group, broadcast_buffers
         make_equal([module], group, apart)
-        self._scalars, known = _Scalars([module], group), list(units(module))
-        self._sharded = shard(module, known, mesh, options, self._scalars.all(), group=group)
+        self._wholes, known = WholeParameters([module], [group]), list(units(module))
+        self._sharded = shard(module, known, mesh, options, self._wholes.all(), group=group)
         parts = {name: p for name, p in module.named_parameters() if isinstance(p, DTensor)}
         self._order = SameBlocks(module, known, group, parts)
         self._outside = OutsideUses(parts, group.size(), self._sharded.note, self._order)
@@ -278,7 +260,7 @@ class ModuleShards:
         """Average what no backward has, and let go of what is whole."""
         self._order.tell_phase(TRAINED)
         self._sharded.end_step()
-        self._scalars.average()
+        self._wholes.average()
 
     def did_not_train(self) -> None:
         """Let go of what is whole."""

@@ -16,9 +16,9 @@ STEPS, MB, REPLICAS = 3, 2, 2
 
 class Branches(nn.Module):
     """A body, two branches of blocks of one size, and a block that is shared by both. What is stashed is no output of the model. `call`:
-    how a block is called; `borrows`: the second branch uses a weight of a block that it does not call."""
+    how a block is called; `borrows`: how the second branch uses a weight of a block that it does not call."""
 
-    def __init__(self, call=lambda block, x: block(x), borrows=False):
+    def __init__(self, call=lambda block, x: block(x), borrows=None):
         super().__init__()
         self.call, self.borrows = call, borrows
         self.embed, self.head = nn.Embedding(9, 6), nn.Linear(6, 9)
@@ -29,7 +29,7 @@ class Branches(nn.Module):
         first = self.call(self.blocks[1], x)
         second = self.call(self.blocks[3], self.call(self.blocks[2], x))
         if self.borrows:
-            second = nn.functional.linear(second, self.blocks[1].down.weight[:, :6])
+            second = self.borrows(self.blocks[1], second)
         self.stash = self.blocks[4](x.detach()).pow(2).mean()
         first, second = self.blocks[5](first), self.blocks[5](second)
         return nn.functional.cross_entropy(self.head(first).flatten(0, 1), ids.flatten()), second.pow(2).mean()
@@ -41,6 +41,22 @@ def recomputed(block, x):
 
 def recomputed_anew(block, x):
     return checkpoint(block, x, use_reentrant=True)
+
+
+def borrowed(block, x):
+    return nn.functional.linear(x, block.down.weight[:, :6])
+
+
+def borrowed_again(block, x):
+    return checkpoint(lambda x: nn.functional.linear(x, block.up.weight)[..., :6], x, use_reentrant=False)
+
+
+def borrowed_anew(block, x):
+    return checkpoint(lambda x: nn.functional.linear(x, block.up.weight)[..., :6], x, use_reentrant=True)
+
+
+def made_again(block, x):
+    return checkpoint(borrowed, block, x, use_reentrant=False)
 
 
 def make(options):
@@ -146,8 +162,14 @@ def test_replicas_may_differentiate_different_blocks(tmp_path, way):
 
 @pytest.mark.parametrize(
     "options",
-    [{"call": recomputed}, {"call": recomputed_anew}, {"borrows": True}],
-    ids=["recomputed", "recomputed anew", "borrows"],
+    [
+        {"call": recomputed},
+        {"call": recomputed_anew},
+        {"borrows": borrowed},
+        {"borrows": borrowed_again},
+        {"borrows": borrowed_anew},
+    ],
+    ids=["recomputed", "recomputed anew", "borrows", "borrows again", "borrows anew"],
 )
 def test_blocks_that_are_computed_again_and_weights_that_others_use(tmp_path, options):
     """Which of them a rank reaches is not known from its graph alone; a weight's own block may not be reached."""
@@ -198,3 +220,27 @@ def test_a_replica_without_a_backward_is_told(tmp_path, config, way):
         assert text.startswith("1: ")
         assert "rank 0: " in text
         assert "a backward" in text
+
+
+def train_of(model, rank, kinds, way):
+    for kind in kinds:
+        if way is in_steps:
+            train_step(model, batch(0, rank)[:2], torch.tensor([[ord(c) for c in kind.ljust(2, "\0")]] * 2))
+        else:
+            loss_of(model, batch(0, rank), kind).backward()
+
+
+def makes_again(rank, folder, way):
+    """The first two steps reach the same on both replicas, and show that there are such uses."""
+    smp.init({"microbatches": 1, "ddp": True, **WHILE_RUNNING})
+    model = smp.DistributedModel(make({"borrows": made_again}))
+    with pytest.raises((StepError, PeerError)) as error:
+        train_of(model, rank, ["ab", "ab", "ab" if rank == 0 else "a"], way)
+    return str(error.value)
+
+
+@pytest.mark.parametrize("way", [in_steps, without_steps])
+def test_replicas_that_cannot_repeat_a_use_together_are_told(tmp_path, way):
+    """Only who repeats it has what was made of the parameter. The other replica was left to what gloo says of a closed connection."""
+    for text in run_workers(makes_again, REPLICAS, tmp_path, way):
+        assert "one computes again what uses values made of a parameter outside of its block" in text

@@ -156,3 +156,61 @@ def test_calls_outside_of_steps_with_different_blocks_are_told(tmp_path):
     """The backward gathers each block anew, and had taken one block's parameters for another's."""
     for text in run_workers(refused_outside_of_steps, REPLICAS, tmp_path):
         assert "rank 0: blocks.1, rank 1: blocks.2" in text
+
+
+class Sliced(nn.Module):
+    """Heads by task, of which tensor-parallel ranks have slices."""
+
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList([nn.Sequential(nn.Linear(8, 8), nn.GELU(), nn.Linear(8, 8)) for _ in range(2)])
+        self.heads = nn.ModuleDict({str(task): nn.Linear(8, 8) for task in range(2)})
+
+    def forward(self, x, task):
+        for block in self.blocks:
+            x = x + block(x)
+        return self.heads[str(int(task[0]))](x).pow(2).mean()
+
+
+@smp.step
+def train_sliced(model, x, task):
+    loss = model(x, task)
+    model.backward(loss)
+    return loss
+
+
+def rows(rank):
+    return torch.randn(2, 8, generator=torch.Generator().manual_seed(rank)).double()
+
+
+def trained_in_slices(rank, folder, tasks, config):
+    smp.init({"microbatches": 1, "ddp": True, "tensor_parallel_degree": 2, **config})
+    torch.manual_seed(3)
+    with smp.tensor_parallelism():
+        model = Sliced()
+    model = smp.DistributedModel(model.double())
+    optimizer = smp.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+    try:
+        train_sliced(model, rows(rank), torch.tensor([tasks[rank]] * 2))
+    except (StepError, PeerError) as error:
+        return str(error)
+    optimizer.step()
+    return model.state_dict()
+
+
+def test_ranks_with_slices_of_one_model_call_the_same_layers(tmp_path):
+    """A head acted on the batches of both ranks by slices of two heads, without a word."""
+    for text in run_workers(trained_in_slices, 2, tmp_path, (0, 1), {}):
+        assert "rank 0: heads.0, rank 1: heads.1" in text
+
+
+@pytest.mark.parametrize("config", [FOR_THE_STEP, WHILE_RUNNING])
+def test_replicas_of_slices_may_use_different_heads(tmp_path, config):
+    tasks = (0, 0, 1, 1)
+    torch.manual_seed(3)
+    model = Sliced().double()
+    for rank, task in enumerate(tasks):
+        (model(rows(rank), torch.tensor([task])) / len(tasks)).backward()
+    torch.optim.SGD(model.parameters(), lr=0.1).step()
+    for state in run_workers(trained_in_slices, 4, tmp_path, tasks, config):
+        torch.testing.assert_close(state, dict(model.state_dict()), rtol=1e-10, atol=1e-11)

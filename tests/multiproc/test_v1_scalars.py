@@ -1,4 +1,5 @@
-"""Parameters without dimensions (CLIP's `logit_scale`) in sharded models: whole on every rank, trained as in one process, saved once."""
+"""Parameters without dimensions (CLIP's `logit_scale`), or without elements, in sharded models: whole on every rank, trained as in one
+process, saved once."""
 
 import math
 
@@ -39,13 +40,14 @@ class Scaled(nn.Module):
         self.embed, self.blocks = nn.Embedding(9, 6), nn.ModuleList([Gated(), Gated()])
         self.logit_scale = nn.Parameter(torch.tensor(math.log(1 / 0.07)))
         self.sometimes, self.never = (nn.Parameter(torch.tensor(1.0)) for _ in range(2))
+        self.none = nn.Parameter(torch.zeros(0, 3))
 
     def forward(self, ids, is_used):
         x = self.embed(ids)
         for block in self.blocks:
             x = block(x)
         first, last = (nn.functional.normalize(side.mean(1), dim=-1) for side in x.chunk(2, dim=1))
-        scores = first @ last.T * self.logit_scale.exp()
+        scores = first @ last.T * self.logit_scale.exp() + self.none.sum()
         if is_used:
             scores = scores * self.sometimes
         return nn.functional.cross_entropy(scores, torch.arange(len(scores)))
@@ -121,7 +123,7 @@ def trained(rank, folder, cases):
         model, optimizer = begin(case)
         losses, norms = train(model, optimizer, range(HALF), always)
         own = dict(model.local_named_parameters())
-        assert {name for name, p in own.items() if not isinstance(p, DTensor)} == {*SCALARS} & {*own}
+        assert {name for name, p in own.items() if not isinstance(p, DTensor)} == {*SCALARS, "none"} & {*own}
         if case.get("sharded_data_parallel_degree"):
             assert all(own[name].ds_numel == own[name].ds_tensor.ds_numel == 1 for name in SCALARS)
         smp.save_checkpoint(folder, f"half{number}", model=model, optimizer=optimizer)

@@ -187,7 +187,7 @@ def _program_seconds_of_unit(ranks: CalibrationRanks, wires: Wires) -> tuple[flo
     ][ranks.rank // ranks.per_host]
     mesh = DeviceMesh.from_group(group, "cpu", mesh_dim_names=(f"calibrated_{group.group_name}",))
     units = [Unit(name, keep=Keep.STEP) for name in find_units(divided)]
-    sharded = shard(divided, units, mesh, ShardingOptions())
+    sharded = shard(divided, units, mesh, ShardingOptions(), in_step=False)
     rows = torch.ones(4, _WIDTH)
 
     def step(microbatches: int, parts: Sharded | None) -> None:

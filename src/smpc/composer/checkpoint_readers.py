@@ -27,7 +27,7 @@ from torch.torch_version import TorchVersion
 from smpc import dist
 from smpc.checkpoint.folder.files import archived_records, read_file
 from smpc.checkpoint.torch_format.agreement import CoordinatedRanks, is_url
-from smpc.checkpoint.torch_format.loading import load_state
+from smpc.checkpoint.torch_format.loading import load_state, warn_of_casts
 from smpc.checkpoint.torch_format.reader import TorchFormatReader as FolderFiles
 from smpc.composer import storage
 from smpc.composer.duration import Timestamp
@@ -94,6 +94,8 @@ class FileReader:
 
     def fill(self, targets: Mapping[str, Tensor]) -> None:
         """See Reader."""
+        if dist.get_global_rank() == 0:
+            warn_of_casts(targets, {name: described.dtype for name, described in self.shapes.items()})
         for name, target in targets.items():
             values = self._tensors.get(name, self.shapes[name])
             values = self._incoming.take(values) if self._alone else values

@@ -115,7 +115,8 @@ class Trainer:
                 self._save.check_kind(self.state)
         agreement = None
         if how.is_automatic:
-            agreement = Agreement.over(model, self._device, is_sliced=how.slices > 1)
+            in_step = None if prepared is None else prepared.in_step
+            agreement = Agreement.over(model, self._device, is_sliced=how.slices > 1, in_step=in_step)
         by_hand = prepared is None and (how.is_automatic or strategy == "forced_sync")
         scale = None
         if how.precision == "amp_fp16":

@@ -34,8 +34,9 @@ from smpc.fsdp.meshes import MeshesOver, key_of, meshes_of, over_all
 from smpc.fsdp.tensor_slices import AXIS, TensorConfig, check_beside, data_sizes
 from smpc.fsdp.values import ValuesBeforeSlicing
 from smpc.fsdp.wrapping import Wrapped, recomputed, units_of
-from smpc.sharding import Keep, ShardingOptions, Unit, shard
-from smpc.sharding.shard import Incoming, check_gradients_of_parts, own_modules
+from smpc.sharding import Keep, Sharded, ShardingOptions, Unit, shard
+from smpc.sharding.in_step import InStep
+from smpc.sharding.shard import Incoming, check_gradients_of_parts, keep_in_step, own_modules
 from smpc.sharding.tensors import as_state_of, local
 
 
@@ -53,6 +54,7 @@ class Prepared:
     mesh: DeviceMesh
     numbered: dict[str, tuple[int, int]] = field(default_factory=dict)
     buffers: tuple[CastBuffers, ...] = ()
+    in_step: InStep | None = None
 
     @property
     def tensor_group(self) -> distributed.ProcessGroup | None:
@@ -133,26 +135,37 @@ def prepare(
     if config.activation_checkpointing or config.activation_cpu_offload:
         _save_less(roots.values(), config)
     whole = MixedPrecision.of(config.mixed_precision, precision)
-    dtypes = (whole.param_dtype, whole.reduce_dtype)
-    options = ShardingOptions(Keep.NEVER, *dtypes, cast_inputs=True, offload=config.cpu_offload)
+    options = _sharding_options(whole, config)
     over = prepared.mesh if slices == 1 else prepared.mesh[("replica", "shard") if is_hybrid else ("shard",)]
+    filled, models = source if values is None else None, dict[str, Sharded]()
     for name, root in roots.items():
         asked = [_unit_options(name, unit, config, policies, meshes, own) for unit in units[name]]
-        shard(root, asked, over, options, ignored=ignored, source=source if values is None else None).settle()
-        _set_prefetch(root, config, units[name])
+        models[name] = shard(root, asked, over, options, ignored=ignored, source=filled, in_step=False)
+        _settle(models[name], root, config, units[name])
+    prepared.in_step = keep_in_step(models, over)
     if values is not None:
         values.settle()
     prepared.numbered = _numbered_prepared_units(model, roots, units, config, own)
     if config.auto_wrap:
         _sync_buffers(model, device_type)
         prepared.buffers = _cast_buffers(model, config, policies, whole)
-    after = dict(model.named_parameters(remove_duplicate=False))
-    exchanged = {old: after[name] for name, old in before.items() if old is not after[name]}
     if optimizer is not None:
-        hand_over(optimizer, exchanged)
+        after = dict(model.named_parameters(remove_duplicate=False))
+        hand_over(optimizer, {old: after[name] for name, old in before.items() if old is not after[name]})
     if config.verbose and dist.get_global_rank() == 0:
         _print_prepared(prepared, units, policies, degrees)
     return prepared
+
+
+def _sharding_options(whole: MixedPrecision, config: FSDPConfig) -> ShardingOptions:
+    dtypes = (whole.param_dtype, whole.reduce_dtype)
+    return ShardingOptions(Keep.NEVER, *dtypes, cast_inputs=True, offload=config.cpu_offload)
+
+
+def _settle(sharded: Sharded, root: nn.Module, config: FSDPConfig, wrapped: Sequence[Wrapped]) -> None:
+    """Set how long units stay whole, and which are gathered ahead of need."""
+    sharded.settle()
+    _set_prefetch(root, config, wrapped)
 
 
 def _tell_of_fields(config: FSDPConfig) -> None:

@@ -15,6 +15,7 @@ A module is known by its name in the model without wrappers: `layers.0.mlp`, wha
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
@@ -288,13 +289,14 @@ def _fill_copy(
 
 
 def _hooks_of_torch(module: nn.Module) -> set[int]:
-    """The numbers of hooks that torch's wrappers have registered: they act when the module itself is called."""
+    """The numbers of hooks that torch's wrappers, and what goes with them, have registered: they act when the module itself is called."""
     found = set()
     for key, hooks in vars(module).items():
         if key.startswith("_") and "hooks" in key and isinstance(hooks, dict):
             for number, hook in hooks.items():
-                owner = getattr(hook, "__self__", None)
-                place = getattr(hook, "__module__", "") if owner is None else type(owner).__module__
-                if str(place).startswith("torch.distributed"):
+                called = hook.func if isinstance(hook, functools.partial) else hook
+                owner = getattr(called, "__self__", None)
+                place = getattr(called, "__module__", "") if owner is None else type(owner).__module__
+                if str(place).startswith(("torch.distributed", "smpc.sharding")):
                     found.add(number)
     return found

@@ -14,6 +14,7 @@
     shard             `smpc.sharding.shard`       parameters in parts, how long whole ones stay, when gradients are reduced
     tensors           `smpc.sharding.tensors`     DTensors and ordinary tensors alike
     Incoming          `smpc.sharding.shard`       tensors that one rank has, to all, with room for one
+    in_step           ranks whose batches take other ways through a model, or differentiate other units of it
     OutsideUses       `smpc.sharding.outside_uses` parameters that code uses without calling their block
     uses              which parameters a step has used on any rank
     wide_gradients    gradients of half-precision parameters in fp32

@@ -35,6 +35,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from smpc.errors import ConfigUnsupportedError, PeerMemoryError
+from smpc.sharding.in_step import InStep
 from smpc.sharding.shard import own_parameters
 
 
@@ -45,10 +46,14 @@ class Agreement:
     modules: tuple[FSDPModule, ...] = ()
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     is_sliced: bool = False
+    in_step: InStep | None = None
 
     @classmethod
-    def over(cls, model: nn.Module, device: torch.device, *, is_sliced: bool = False) -> Agreement:
-        """For all units of a model, none if it is not sharded. `is_sliced`: whether its layers communicate, too.
+    def over(
+        cls, model: nn.Module, device: torch.device, *, is_sliced: bool = False, in_step: InStep | None = None
+    ) -> Agreement:
+        """For all units of a model, none if it is not sharded. `is_sliced`: whether its layers communicate, too. `in_step`: what else
+        ranks tell each other.
 
         Raises ConfigUnsupportedError, if this torch cannot give up a backward.
         """
@@ -59,7 +64,9 @@ class Agreement:
                 "not have; give a number, or use a newer torch"
             )
         has_gloo = "gloo" in str(distributed.get_backend_config())
-        found = cls(modules, torch.device("cpu") if has_gloo else device, is_sliced)
+        found = cls(modules, torch.device("cpu") if has_gloo else device, is_sliced, in_step)
+        if in_step is not None:
+            in_step.before_message = found.check
         for module in modules if distributed.get_world_size() > 1 else ():
             module.set_custom_all_gather(cast("Any", _Gather(found)))
             module.set_custom_reduce_scatter(cast("Any", _Reduce(found, _num_shards(module) == 1)))
@@ -82,6 +89,8 @@ class Agreement:
 
     def recover(self) -> None:
         """Put all units back to where a forward begins. Collective; gradients of parts are the caller's."""
+        if self.in_step is not None:
+            self.in_step.reset()
         for module in self.modules:
             if module._get_fsdp_state()._is_root:
                 module.reset_iter_state()

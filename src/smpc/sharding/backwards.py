@@ -31,21 +31,30 @@ from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 from torch.utils._pytree import tree_leaves
 
 from smpc.errors import StepError
+from smpc.sharding.uses import Uses, has_gradient
 
 BEGIN, COME_TO = 1 << 40, 1 << 41  # messages: which calls a backward reaches; COME_TO + what it has come to
 _END = COME_TO - 1
+_MADE = _END - 1  # what only the ranks that have come to it can do
 _AGAIN = 1 << 30  # what is computed again in a backward: all ranks know its parameter
 
 
 class Backwards:
     """See above. `units`: what all ranks gather together, by name; `tell`: gives all ranks' messages for this rank's, which are of one
     kind. `is_alone`: whether nothing else in a backward waits for other ranks, such as experts that they divide; else all must reach
-    the same."""
+    the same. `uses`: completes gradients where no step does. `ends`: of which units torch ends a backward; by default of the last."""
 
     def __init__(
-        self, units: Mapping[str, FSDPModule], tell: Callable[[int], list[int]], *, is_alone: bool = True
+        self,
+        units: Mapping[str, FSDPModule],
+        tell: Callable[[int], list[int]],
+        *,
+        is_alone: bool = True,
+        uses: Uses | None = None,
+        ends: Sequence[int] | None = None,
     ) -> None:
-        self._tell, self._is_alone, self._names = tell, is_alone, list(units)
+        self._tell, self._is_alone, self._names, self._uses = tell, is_alone, list(units), uses
+        self._finals: dict[int, Callable[[], None]] = {}  # of the outermost ones
         self._groups: list[Any] = []
         self._take_part: dict[int, Callable[[], None]] = {}  # in what others have come to
         self._counted: Sequence[bool] = ()
@@ -53,18 +62,27 @@ class Backwards:
         self._order: dict[int, None] = {}  # what these have to tell, by the last of several
         self._num_calls = self._num_uses = 0
         self.take_part_again: Callable[[int], None] = lambda number: None
+        self.before_gather: Callable[[int], None] = lambda number: None  # outside of backwards
+        self.at_end: Callable[[], None] = lambda: None
         self._is_open = self._is_called = self._is_blind = self._is_under_way = self._differs = self._is_ending = False
+        self._completes = False
+        self._finished: set[int] = set()
         for number, unit in enumerate(units.values()):
-            self._watch(number, unit, unit._get_fsdp_state())
+            final = self._watch(number, unit, unit._get_fsdp_state())
+            if number in (ends if ends is not None else [len(units) - 1]):
+                self._finals[number] = final
+        self._is_ordered = ends is not None
+        if self._is_ordered:
+            self._order = dict.fromkeys(_events_in_order(self._names))
 
-    def _watch(self, number: int, unit: Any, state: Any) -> None:
+    def _watch(self, number: int, unit: Any, state: Any) -> Callable[[], None]:
+        """Take the place of what torch does for a unit; what it does at the end of a backward."""
         group = state._fsdp_param_group
         self._groups.append(group)
-        final = state._root_post_backward_final_callback
-        state._root_post_backward_final_callback = functools.partial(self._finish, final)
-        self._final = final  # of the outermost one, in the end
+        final: Callable[[], None] = state._root_post_backward_final_callback
+        state._root_post_backward_final_callback = functools.partial(self._finish, number, final)
         if group is None:
-            return
+            return final
         self._take_part[2 * number] = functools.partial(self._reduce_with_others, number, group, group.post_backward)
         self._take_part[2 * number + 1] = functools.partial(_gather_with_others, group, group.unshard)
         group.unshard = functools.partial(self._gather, number, group, group.unshard)
@@ -73,21 +91,29 @@ class Backwards:
         module: nn.Module = unit
         module.register_forward_pre_hook(functools.partial(self._enter, number), with_kwargs=True)
         module.register_forward_hook(functools.partial(self._leave, number))
+        return final
 
     @property
     def is_open(self) -> bool:
         """Whether a backward of the last call may communicate."""
         return self._is_open
 
+    @property
+    def is_called(self) -> bool:
+        """Whether the last call waits for its backward."""
+        return self._is_called
+
     def begin_call(self, counted: Sequence[bool], *, looks: bool) -> None:
         """The model is called. `counted`: of which units gathers and reductions in its backward communicate; `looks`: whether parameters
         may be used outside of units."""
         self._is_blind = self._is_called  # and of that call nothing is known any more
         self.close()
-        self._order.clear()
+        if not self._is_ordered:
+            self._order.clear()
         self._num_calls += 1
         self._num_uses = 0
         self._is_under_way = self._is_ending = self._differs = False
+        self._finished.clear()
         self._counted = counted
         self._is_open = self._is_called = torch.is_grad_enabled() and (looks or any(counted))
 
@@ -95,7 +121,8 @@ class Backwards:
         """All backwards of the call are over: ranks whose own has reached nothing take part in the others'. Collective."""
         if self._is_called and not self._is_under_way:
             self._begin()
-            self._finish(self._final)
+            self._end()
+            self._finish_all()
         self.close()
 
     def close(self) -> None:
@@ -123,14 +150,7 @@ class Backwards:
         """Before a parameter is gathered, or its gradient reduced, for a use that a backward repeats. None: of what was made of some."""
         if not self._is_acting():
             return
-        self._begin()
-        if number is None and self._differs:
-            raise StepError(
-                "sharded parameters: expected the backwards of all replicas to reach the same blocks, since one computes again what uses "
-                "values made of a parameter outside of its block, found different ones; multiply what a rank leaves out of its loss by zero"
-            )
-        if number is not None:
-            self._come_to(_AGAIN + number)
+        self._come_to(_MADE if number is None else _AGAIN + number)
 
     def _come_to_use(self, event: int, num_calls: int) -> None:
         if self._is_acting() and num_calls == self._num_calls:
@@ -148,8 +168,9 @@ class Backwards:
     def _note(self, event: int, values: Any) -> None:
         if not self._is_open or not self._counted[event // 2] or is_in_backward():
             return
-        self._order.pop(event, None)
-        self._order[event] = None
+        if not self._is_ordered:
+            self._order.pop(event, None)
+            self._order[event] = None
         if torch.is_grad_enabled():
             self._calls.append((event, list(_nodes(values))))
         else:
@@ -164,8 +185,12 @@ class Backwards:
             Variable._execution_engine.queue_callback(self._finish_late)
         reach = torch._C._will_engine_execute_node if is_in_backward() else _reaches_nothing
         reached = bytes(any(reach(node) for node in nodes) for _, nodes in self._calls)
-        told = self._tell(BEGIN + zlib.crc32(reached))
+        gradients = b"" if self._uses is None else self._uses.reached(reach)
+        told = self._tell(BEGIN + zlib.crc32(reached + gradients))
         self._differs = self._is_blind or any(number != told[0] for number in told)
+        self._completes = self._differs and self._uses is not None and not self._uses.is_open
+        if self._completes and self._uses is not None:
+            self._uses.begin()
         if any(number != told[0] for number in told) and not self._is_alone:
             self._refuse(reached)
 
@@ -190,6 +215,12 @@ class Backwards:
         self._begin()
         while self._differs:
             told = [number - COME_TO for number in self._tell(COME_TO + event)]
+            if _MADE in told:
+                raise StepError(
+                    "sharded parameters: expected the backwards of all replicas to reach the same blocks, since one computes again what "
+                    "uses values made of a parameter outside of its block, found different ones; multiply what a rank leaves out of its "
+                    "loss by zero"
+                )
             places = {each: place for place, each in enumerate(reversed(self._order))}
             first = min(told, key=lambda each: (places.get(each, len(places)), each))
             if first == event:
@@ -207,9 +238,20 @@ class Backwards:
 
     def _gather(self, number: int, group: Any, original: Callable[..., None], async_op: bool = False) -> None:
         """In place of torch's gather."""
-        if self._is_acting() and not group.is_unsharded and group._all_gather_result is None:
-            self._come_to(2 * number + 1)
+        if not group.is_unsharded and group._all_gather_result is None:
+            if self._is_acting():
+                self._come_to(2 * number + 1)
+            elif not is_in_backward():
+                self.before_gather(number)
         original(async_op)
+
+    def gather_with_others(self, number: int) -> None:
+        """In a gather outside of backwards that another rank has come to, and this one has not."""
+        group = self._groups[number]
+        is_whole = group.is_unsharded
+        self._take_part[2 * number + 1]()
+        if not is_whole:
+            group._to_sharded()
 
     def _reduce(self, number: int, group: Any, original: Callable[..., None], *unused: Any) -> None:
         """In place of torch's end of a unit's backward."""
@@ -221,32 +263,52 @@ class Backwards:
         original()
 
     def _reduce_with_others(self, number: int, group: Any, original: Callable[..., None]) -> None:
+        group.wait_for_unshard()  # of what was gathered ahead of a use that has not come
         if group._training_state is TrainingState.IDLE:
             group._training_state = TrainingState.PRE_BACKWARD
+        original()
+
+    def _finish(self, number: int, original: Callable[[], None]) -> None:
+        """In place of what torch does at the end of a backward."""
+        if self._is_under_way:
+            self._end()
+            self._finished.add(number)
         original()
 
     def _finish_late(self) -> None:
         """At the end of a backward: torch does not come to it, where gradients reach units by what is no output alone."""
         if self._is_under_way:
-            self._finish(self._final)
+            self._end()
+            Variable._execution_engine.queue_callback(self._finish_all)  # after all that torch has to do
 
-    def _finish(self, original: Callable[[], None]) -> None:
-        """In place of what torch does at the end of a backward."""
-        if not self._is_under_way:
-            original()
+    def _end(self) -> None:
+        """Nothing more is computed in a backward."""
+        if self._is_ending:
             return
         self._is_ending = True
+        if self._differs:
+            self._end_together()
+        self.at_end()
+
+    def _end_together(self) -> None:
+        for number, group in enumerate(self._groups):
+            if group is not None and _is_begun(group):
+                group.post_backward()
+            elif group is not None and _waits(group):
+                self._come_to(2 * number)
+                self._take_part[2 * number]()
+        self._come_to(_END)
+        if self._completes and self._uses is not None:
+            self._uses.end()
+
+    def _finish_all(self) -> None:
+        """A backward is over."""
         try:
-            if self._differs:
-                for group in self._groups:
-                    if group is not None and group._training_state not in (
-                        TrainingState.IDLE,
-                        TrainingState.POST_BACKWARD,
-                    ):
-                        group.post_backward()
-                self._come_to(_END)
-            original()
+            for number, final in self._finals.items():
+                if number not in self._finished:
+                    final()
         finally:
+            self._finished.clear()
             self._is_ending = self._is_under_way = self._differs = False
 
 
@@ -271,6 +333,40 @@ def _trains(group: Any) -> bool:
     return any(each.sharded_param.requires_grad for each in group.fsdp_params)
 
 
+def _is_begun(group: Any) -> bool:
+    return group._training_state not in (TrainingState.IDLE, TrainingState.POST_BACKWARD)
+
+
+def _waits(group: Any) -> bool:
+    """Whether gradients of earlier backwards wait to be reduced."""
+    is_idle = group._training_state is TrainingState.IDLE
+    return is_idle and group.reduce_grads and any(has_gradient(each) for each in group.fsdp_params)
+
+
+def _events_in_order(names: Sequence[str]) -> Iterator[int]:
+    """Of calls of units in which those are called that are inside of them, by their names."""
+    inside: list[str] = []
+    for name in sorted(names, key=lambda name: _path(name)):
+        while inside and not _is_inside(name, inside[-1]):
+            yield 2 * names.index(inside.pop()) + 1
+        inside.append(name)
+        yield 2 * names.index(name)
+    for name in reversed(inside):
+        yield 2 * names.index(name) + 1
+
+
+def _path(name: str) -> list[tuple[int, str]]:
+    """What sorts names as their modules are nested, and numbers as such."""
+    return [(int(part) if part.isdigit() else -1, part) for part in name.split(".") if part]
+
+
+def _is_inside(name: str, outer: str) -> bool:
+    return not outer or name.startswith(f"{outer}.")
+
+
 def _gather_with_others(group: Any, original: Callable[..., None]) -> None:
+    group.wait_for_unshard()
+    if group.is_unsharded:  # for a use of this rank, which finds the same afterwards
+        group._to_sharded()
     original(False)
     group.wait_for_unshard()

@@ -54,9 +54,11 @@ from torch.utils._pytree import tree_map_only
 from smpc.config.keep import Keep
 from smpc.errors import ConfigUnsupportedError
 from smpc.sharding.backwards import Backwards
+from smpc.sharding.in_step import InStep, ranks_of
 from smpc.sharding.tensors import has_hooks, local, own_part_of_sharded
 from smpc.sharding.units import keep_containers
 from smpc.sharding.uses import Uses
+from smpc.sharding.whole_parameters import WholeParameters, stays_whole
 from smpc.sharding.wide_gradients import is_wide, keep_wide, widen
 from smpc.sharding.writes import keep_writes
 
@@ -121,21 +123,30 @@ class Unit:
 
 @dataclass(slots=True)
 class _ShardPart:
+    name: str
     module: FSDPModule
     keep: Keep
     is_wide: bool
+    is_alike: bool  # all ranks of the model's mesh gather it together
 
 
 @dataclass(slots=True)
 class Sharded:
-    """A sharded model. `exchanged`: the parameters that have replaced others."""
+    """A sharded model. `exchanged`: the parameters that have replaced others; `left`: those that the caller has left to each rank."""
 
     root: nn.Module
     options: ShardingOptions
     exchanged: dict[nn.Parameter, nn.Parameter] = field(default_factory=dict)
+    left: frozenset[nn.Parameter] = frozenset()
     _parts: list[_ShardPart] = field(default_factory=list)
     _ignored: frozenset[nn.Parameter] = frozenset()
     _uses: Uses | None = None
+
+    def keep_steps_alike(self, group: ProcessGroup) -> None:
+        """Have ranks' batches use different parameters of units in a step, and keep what forwards write into whole ones."""
+        alike = [part.module for part in self._parts if part.is_alike]
+        self._uses = Uses(alike, group)
+        keep_writes(alike)
 
     def begin_step(self) -> None:
         """A training step begins. Until `end_step` units keep their parameters as long as they should."""
@@ -211,6 +222,8 @@ def shard(
     ignored: frozenset[nn.Parameter] = frozenset(),
     source: Incoming | None = None,
     group: ProcessGroup | None = None,
+    *,
+    in_step: bool = True,
 ) -> Sharded:
     """Divide the parameters of a model over a mesh of (shard) or (replica, shard), in place. Collective.
 
@@ -219,48 +232,91 @@ def shard(
     All ranks must have equal parameters, unless `source` names the rank whose parameters all get; the others' may then be on meta.
     `units`: names as from `find_units`, inner before outer; "" is the model, and comes last whether it is named or not. `ignored`
     parameters stay whole, and their gradients are not averaged. `group`: the ranks of `mesh`, if in a step their batches may use different
-    parameters of a unit; what forwards write into whole parameters is kept then, too.
+    parameters of a unit; what forwards write into whole parameters is kept then, too. `in_step`: without a `group`, have ranks go through
+    the model together (`smpc.sharding.in_step`); False if the caller does so, for several models.
 
-    Raises ConfigUnsupportedError for units whose trained parameters have several dtypes, and for parameters that are not contiguous, have
-    no dimension, or have hooks or sparse gradients.
+    Parameters that have nothing to divide (`smpc.sharding.whole_parameters`) stay whole. Without a `group` their gradients are averaged at
+    the end of each backward; else by the caller.
+
+    Raises ConfigUnsupportedError for units whose trained parameters have several dtypes, and for parameters that are not contiguous, or
+    have hooks or sparse gradients.
     """
+    left, ignored = ignored, ignored | {parameter for parameter in root.parameters() if stays_whole(parameter)}
     known = {unit.name: unit for unit in (u if isinstance(u, Unit) else Unit(u) for u in units)}
     ordered = [*(unit for unit in known.values() if unit.name), known.get("", Unit(""))]
     _check_parameters(root, [unit.name for unit in ordered], ignored)
     before = dict(root.named_parameters(remove_duplicate=False))
-    found, taken = Sharded(root, options, _ignored=ignored), set[nn.Parameter]()  # what belongs to earlier units
+    found, taken = (
+        Sharded(root, options, left=left, _ignored=ignored),
+        set[nn.Parameter](),
+    )  # what belongs to earlier units
     for unit in ordered:
         module = root.get_submodule(unit.name)
         own = _untaken_by_shards(module, taken)
         wide = any(is_wide(parameter) for parameter in own)
         if not options.stays_outside:
             module.register_forward_hook(_without_views)
-        made = fully_shard(
-            module,
-            mesh=unit.mesh if unit.mesh is not None else mesh,
-            reshard_after_forward=not options.stays_outside,
-            mp_policy=unit.policy or _precision_policy(options, wide, is_root=not unit.name),
-            offload_policy=_offload_shards(mesh.device_type) if options.offload else OffloadPolicy(),
-            ignored_params={*ignored, *taken} or None,
-        )
-        keep_containers(module)
-        if unit.divisor is not None:
-            made.set_gradient_divide_factor(unit.divisor)
+        policy = unit.policy or _precision_policy(options, wide, is_root=not unit.name)
+        made = _made_unit(module, unit, mesh, options, policy, {*ignored, *taken})
         if source is not None:
             _fill_unit(module, own, taken, "cpu" if options.offload else mesh.device_type, source, ignored)
         new = _untaken_by_shards(module, taken)
         if wide:
             widen(new)
         taken.update(new)
-        found._parts.append(_ShardPart(made, unit.keep or options.keep, wide))
+        is_alike = unit.mesh is None or ranks_of(unit.mesh) == ranks_of(mesh)
+        found._parts.append(_ShardPart(unit.name, made, unit.keep or options.keep, wide, is_alike))
     if group is not None:
-        alike = [part.module for part, unit in zip(found._parts, ordered, strict=True) if unit.mesh is None]
-        found._uses = Uses(alike, group)
-        keep_writes(alike)
+        found.keep_steps_alike(group)
+    elif in_step:
+        keep_in_step({"": found}, mesh)
     for name, after in root.named_parameters(remove_duplicate=False):
         found.exchanged[before[name]] = after
     _empty(parameter for parameter in before.values() if parameter not in ignored)
     return found
+
+
+def _groups_of(mesh: DeviceMesh) -> list[ProcessGroup]:
+    return [mesh.get_group(dimension) for dimension in range(mesh.ndim)]
+
+
+def _made_unit(
+    module: nn.Module,
+    unit: Unit,
+    mesh: DeviceMesh,
+    options: ShardingOptions,
+    policy: MixedPrecisionPolicy,
+    left: set[nn.Parameter],
+) -> FSDPModule:
+    """A module's parameters in parts. `left`: those that stay as they are."""
+    made = fully_shard(
+        module,
+        mesh=unit.mesh if unit.mesh is not None else mesh,
+        reshard_after_forward=not options.stays_outside,
+        mp_policy=policy,
+        offload_policy=_offload_shards(mesh.device_type) if options.offload else OffloadPolicy(),
+        ignored_params=left or None,
+    )
+    keep_containers(module)
+    if unit.divisor is not None:
+        made.set_gradient_divide_factor(unit.divisor)
+    return made
+
+
+def keep_in_step(models: Mapping[str, Sharded], mesh: DeviceMesh) -> InStep | None:
+    """Have ranks go through sharded models together (`smpc.sharding.in_step`); `models` by name, "" if there is one. None for one rank.
+    Collective."""
+    if mesh.size() == 1 or not models:
+        return None
+    parts = [(f"{model}.{part.name}".strip("."), part) for model, each in models.items() for part in each._parts]
+    units = {name: part.module for name, part in parts if part.is_alike}
+    roots = {name: each._parts[-1].module for name, each in models.items()}
+    left = {parameter for each in models.values() for parameter in each.left}
+    wholes = WholeParameters((each.root for each in models.values()), _groups_of(mesh), left)
+    made = InStep(roots, units, mesh, is_alone=len(units) == len(parts), wholes=wholes)
+    for each in models.values():
+        each._uses = made.uses
+    return made
 
 
 def _empty(parameters: Iterable[nn.Parameter]) -> None:
@@ -371,11 +427,6 @@ def _check_parameters(root: nn.Module, names: Sequence[str], ignored: Collection
         for name, parameter in root.named_parameters()
         if not parameter.is_contiguous() and parameter not in ignored
     ]
-    wrong += [
-        f"{name} has no dimension to divide it along; give it one, as in nn.Parameter(torch.zeros(1))"
-        for name, parameter in root.named_parameters()
-        if not parameter.dim() and parameter not in ignored
-    ]
     if wrong:
         raise ConfigUnsupportedError("\n".join(f"fully_shard: {line}" for line in wrong))
     check_gradients_of_parts(root, ignored)
@@ -422,7 +473,7 @@ def _of_scripts(hooks: Mapping[int, Any]) -> OrderedDict[int, Any]:
 
 def _is_of_units(hook: Any) -> bool:
     bound = getattr(hook.func if isinstance(hook, functools.partial) else hook, "__self__", None)
-    return hook is _without_views or isinstance(bound, FSDPState | Backwards)
+    return hook is _without_views or isinstance(bound, FSDPState | Backwards | InStep)
 
 
 def exchange(model: nn.Module, exchanged: Mapping[nn.Parameter, nn.Parameter]) -> None:

@@ -23,6 +23,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.autograd.graph import Node, get_gradient_edge
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 
@@ -39,6 +40,15 @@ class Uses:
         self._had: set[int] = set()  # a gradient before this step, alike on all ranks
         for each in self._groups:
             each.post_backward = functools.partial(self._reduce, each, each.post_backward)
+
+    @property
+    def is_open(self) -> bool:
+        """Whether a step has begun."""
+        return self._is_open
+
+    def reached(self, reach: Callable[[Node], bool]) -> bytes:
+        """Which parameters have gradients that wait to be reduced, or get some from a backward. `reach`: whether it comes to a node."""
+        return bytes(2 * has_gradient(each) + _gets_gradient(each, reach) for each in self._parameters())
 
     def begin(self) -> None:
         """A step begins."""
@@ -58,8 +68,8 @@ class Uses:
         every = self._parameters()
         if not every:
             return False
-        used = [id(each) in self._used or _has_gradient(each) for each in every]
-        waits = [any(_has_gradient(each) for each in _trained(group)) for group in self._groups]
+        used = [id(each) in self._used or has_gradient(each) for each in every]
+        waits = [any(has_gradient(each) for each in _trained(group)) for group in self._groups]
         counts = torch.tensor([*used, *waits], dtype=torch.int32, device=self._groups[0].device)
         dist.all_reduce(counts, group=self._process_group)
         found = [bool(count) for count in counts.tolist()]
@@ -79,7 +89,7 @@ class Uses:
         """In place of torch's own end of a unit's backward."""
         if self._is_open and group.reduce_grads and group._training_state is not TrainingState.IDLE:
             trained = _trained(group)
-            self._used.update(id(each) for each in trained if _has_gradient(each))
+            self._used.update(id(each) for each in trained if has_gradient(each))
             _complete(trained)
         original(*unused)
 
@@ -88,7 +98,12 @@ def _trained(group: Any) -> list[Any]:
     return [each for each in group.fsdp_params if each.sharded_param.requires_grad]
 
 
-def _has_gradient(parameter: Any) -> bool:
+def _gets_gradient(parameter: Any, reach: Callable[[Node], bool]) -> bool:
+    whole = getattr(parameter, "_unsharded_param", None)
+    return whole is not None and reach(get_gradient_edge(whole).node)
+
+
+def has_gradient(parameter: Any) -> bool:
     """Whether torch's parameter has one that is not reduced yet: in its own dtype, or in that of sums."""
     whole = getattr(parameter, "_unsharded_param", None)
     return parameter.unsharded_accumulated_grad is not None or (whole is not None and whole.grad is not None)
@@ -100,7 +115,7 @@ def _complete(parameters: Iterable[Any]) -> None:
     sums = next((s.dtype for each in there if (s := each.unsharded_accumulated_grad) is not None), None)
     for each in there:
         whole: Tensor = each._unsharded_param
-        if not _has_gradient(each):
+        if not has_gradient(each):
             whole.grad = torch.zeros_like(whole)
         if sums is not None and each.unsharded_accumulated_grad is None and whole.grad is not None:
             each.unsharded_accumulated_grad, whole.grad = whole.grad.to(sums), None

@@ -4,6 +4,7 @@ import json
 import os
 import pickle
 import shutil
+import warnings
 
 import pytest
 import torch
@@ -387,3 +388,17 @@ def test_a_hostile_file(tmp_path, monkeypatch):
     with pytest.raises(CheckpointError):
         trainer(4, load_path=str(tmp_path / "a.pt"))
     assert not (tmp_path / "planted").exists()
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+def test_casts_while_loading_are_told(sharded, tmp_path):
+    """The values of a model in another dtype were rounded, without a word; those of an optimizer keep the saved dtype."""
+    options = {"fsdp_config": SHARDED} if sharded else {}
+    path = trainer(4, max_duration="1ba", **options).save_checkpoint(str(tmp_path / "a.pt"))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        trainer(4, load_path=path, **options)
+    model = classifier().bfloat16()
+    found = r"10 of others, which are cast: \S*model\.\S+ from torch\.float32 to torch\.bfloat16, \.\.\."
+    with pytest.warns(UserWarning, match=found):
+        trainer(4, model=model, load_path=path, load_weights_only=True, **options)

@@ -42,13 +42,6 @@ def test_containers_of_modules_that_are_not_called_are_no_units():
     assert find_units(model) == ("named.0.list.0", "named.0.list.1", "other.experts.0", "other.experts.1", "")
 
 
-def test_parameters_without_dimensions_are_refused_by_name():
-    model = Model()
-    model.scale = nn.Parameter(torch.tensor(1.0))
-    with pytest.raises(ConfigUnsupportedError, match=r"scale has no dimension.*nn.Parameter\(torch.zeros\(1\)\)"):
-        shard(model, [], mesh=None)
-
-
 def test_gradients_that_parts_do_not_get_are_refused_by_name():
     """A hook on a parameter had not been called, without a word; a sparse gradient was an error of torch's inside of the backward."""
     model = Model()

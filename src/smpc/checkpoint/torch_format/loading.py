@@ -2,6 +2,8 @@
 
     load_state(state_dict, Reader("run/step_100"), ranks)       collective; tensors are filled, other values are replaced
 
+Tensors of another dtype than the saved are filled by casting, as by torch; a warning says how many are, and which (`warn_of_casts`).
+
 Data is verified before it is unpickled, and unpickled only with weights_only (`LoadPlanner`). Keys that the checkpoint lacks are a
 MissingKeyError, which is a KeyError, on every rank.
 """
@@ -10,12 +12,16 @@ from __future__ import annotations
 
 import io
 import math
+import warnings
 from collections import Counter
+from collections.abc import Mapping
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.distributed.checkpoint._traverse import set_element
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadItem
 from torch.distributed.checkpoint.planner import LoadPlanner as AnyLoadPlanner
 from torch.distributed.checkpoint.planner_helpers import _create_chunk_list
@@ -70,6 +76,21 @@ class LoadPlanner(DefaultLoadPlanner):
             self.state_dict[name] = found
 
 
+def warn_of_casts(targets: Mapping[str, Any], saved: Mapping[str, torch.dtype]) -> None:
+    """One warning if tensors are about to be filled from those of another dtype, which `saved` has by the same names."""
+    cast = [
+        f"{printable(name)} from {saved[name]} to {target.dtype}"
+        for name, target in targets.items()
+        if isinstance(target, Tensor) and saved.get(name, target.dtype) is not target.dtype
+    ]
+    if cast:
+        warnings.warn(
+            f"load: expected tensors of the dtypes that were saved, found {len(cast)} of others, which are cast: {cast[0]}"
+            f"{', ...' if len(cast) > 1 else ''}; give the model the checkpoint's dtype before loading if it should have its exact values",
+            stacklevel=3,
+        )
+
+
 def load_state(
     state_dict: dict[str, Any],
     reader: StorageReader,
@@ -95,6 +116,12 @@ def load_state(
         metadata = reader.read_metadata()
         chosen.set_up_planner(state, metadata, is_coordinator)
         reader.set_up_storage_reader(metadata, is_coordinator)
+        if is_coordinator:
+            entries = metadata.state_dict_metadata.items()
+            saved = {
+                name: entry.properties.dtype for name, entry in entries if isinstance(entry, TensorStorageMetadata)
+            }
+            warn_of_casts(getattr(chosen, "state_dict", state), saved)
         return reader.prepare_local_plan(chosen.create_local_plan())
 
     central = ranks.gather_scatter(plan, lambda plans: reader.prepare_global_plan(chosen.create_global_plan(plans)))

@@ -31,6 +31,7 @@ from torch.utils._pytree import tree_leaves
 from smpc.errors import StepError
 from smpc.executor.replicas.fully_shard import ModuleShards
 from smpc.executor.replicas.group_hooks import StepHooks, innermost
+from smpc.mesh import Axis
 from smpc.observe.observer import StepWatch, batch_of
 from smpc.sample_inputs import Inputs
 from smpc.tracer.ir import Autocast
@@ -39,6 +40,7 @@ from smpc.v1.steps.calls import Gradients, LocalCall, Tensors, make_roots, tenso
 from smpc.v1.steps.context import StepContext
 from smpc.v1.steps.programs.signature import ModeReader, Signature, read_signature
 from smpc.v1.steps.results import Losses, agree, read_results, take
+from smpc.v1.steps.same_layers import SameLayers
 
 
 class Direct:
@@ -135,6 +137,8 @@ class Single:
     def __init__(self, context: StepContext, replicas: StepHooks | None) -> None:
         self._context, self._session, self._replicas = context, context.session, replicas
         self._modes = ModeReader(context.module)
+        if context.session.mesh.tp_size > 1:
+            SameLayers(context.module, context.session.groups[Axis.TP])
         self._first_modes = self._modes.read()
         self._evaluations: set[int] = set()  # step functions that were never followed by a backward
         self.direct = Direct(context, replicas)  # outside of steps

@@ -75,6 +75,7 @@ from smpc.mesh.device_mesh import device_mesh
 from smpc.optimizers.torch_patches import replace_method
 from smpc.sharding.tensors import has_hooks
 from smpc.v2.session.gradient_patch import note_unit, patch_gradients
+from smpc.v2.session.ranks_in_step import ScriptUnits
 from smpc.v2.state_handler import Session, state
 from smpc.v2.transforming.slices import ParameterPart, is_sliced, make_distributed, map_parts, slices_of
 
@@ -353,6 +354,8 @@ def _patch_fsdp2(session: Session) -> list[Callable[[], None]]:
     """Without a mesh of the script's own, `fully_shard` takes the session's; slices of weights become DTensors first."""
     find, taken = (vars(_fully_shard)[name] for name in ("_get_mesh_info", "_get_modules_and_states"))
     meshes: list[Any] = []
+    is_alone = session.mesh.size(Axis.EP) == 1 and session.mesh.cp_size == 1
+    units = ScriptUnits(functools.partial(default_mesh, session), is_alone=is_alone)
 
     def mesh_info(mesh: Any, *args: Any, **kwargs: Any) -> Any:
         meshes[:] = [mesh]
@@ -360,6 +363,7 @@ def _patch_fsdp2(session: Session) -> list[Callable[[], None]]:
 
     def modules_and_states(module: Any, *args: Any, **kwargs: Any) -> Any:
         first = module if isinstance(module, nn.Module) else module[0]
+        units.note(first)
         _check_hooks("fully_shard", first, kwargs.get("ignored_params") or next(iter(args[1:]), None) or ())
         if (
             session.mesh.tp_size > 1 and is_sliced(first) and not isinstance(first, PartOfExperts)
@@ -375,6 +379,7 @@ def _patch_fsdp2(session: Session) -> list[Callable[[], None]]:
     experts = _patch_fsdp2_experts(session) if session.mesh.size(Axis.EP) > 1 else []
     return [
         *experts,
+        units.patch(),
         patch_attribute(_fully_shard, "_init_default_mesh", lambda *args, **kwargs: default_mesh(session)),
         patch_attribute(_fully_shard, "_get_mesh_info", mesh_info),
         patch_attribute(_fully_shard, "_get_modules_and_states", modules_and_states),
