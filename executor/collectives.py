@@ -180,12 +180,29 @@ def sum_over(tensor: Tensor, group: TensorGroup) -> Tensor:
 
 
 def summed(tensor: Tensor, group: TensorGroup) -> Tensor:
-    """The sum over all ranks, contiguous, outside autograd."""
+    """The sum over all ranks, contiguous, outside autograd; of sparse tensors (gradients of embeddings), sparse."""
+    if tensor.layout is torch.sparse_coo:
+        return _summed_sparse(tensor, group)
     if tensor.dtype in SUMMED and group.size > 1 and not is_fake(tensor):
         slots = group.slots_for(tensor)
         if slots is not None:
             return slots.sum(tensor)
     return sum_over(tensor.clone(memory_format=torch.contiguous_format), group)
+
+
+def _summed_sparse(tensor: Tensor, group: TensorGroup) -> Tensor:
+    """All ranks' entries, in rank order; ranks may have different numbers of them."""
+    if group.size == 1 or is_fake(tensor):
+        return tensor
+    own = tensor.coalesce()
+    counts = gathered(torch.tensor([own._nnz()], device=tensor.device), 0, group).tolist()
+    joined = []
+    for part, along in ((own.indices(), 1), (own.values(), 0)):
+        padding = [max(counts) - own._nnz() if dim == along else size for dim, size in enumerate(part.shape)]
+        filled = torch.cat((part, part.new_zeros(padding)), along)
+        pieces = gathered(filled, along, group).chunk(group.size, along)
+        joined.append(torch.cat([piece.narrow(along, 0, n) for piece, n in zip(pieces, counts, strict=True)], along))
+    return torch.sparse_coo_tensor(joined[0], joined[1], tensor.shape, check_invariants=False)
 
 
 def gathered(tensor: Tensor, dim: int, group: TensorGroup) -> Tensor:

@@ -31,12 +31,13 @@ import dataclasses
 import functools
 import re
 import weakref
-from collections.abc import Iterable, Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
 
 from smpc.errors import TraceError
 from smpc.tracer.constants import is_plain_name, register, resolve
@@ -150,9 +151,23 @@ def rebuilt(value: Any, children: Iterable[Any]) -> Any:
         new = copy.copy(value)
         new[:] = children
         return new
-    if isinstance(value, tuple) and cls.__module__ != "torch.return_types":
+    if isinstance(value, tuple) and cls.__module__ not in (
+        "torch",
+        "torch.return_types",
+    ):  # torch.Size, torch.return_types.topk
         return tuple.__new__(cls, children)
     return cls(children)
+
+
+def map_tensors(function: Callable[[Tensor], Any], value: Any) -> Any:
+    """`value` with `function` of each tensor in its place: in lists, tuples, mappings (`rebuilt`), and where torch's pytree finds one."""
+    if isinstance(value, Tensor):
+        return function(value)
+    if isinstance(value, Mapping):
+        return rebuilt(value, [map_tensors(function, child) for child in value.values()])
+    if isinstance(value, (list, tuple)):
+        return rebuilt(value, [map_tensors(function, child) for child in value])
+    return tree_map_only(Tensor, function, value)
 
 
 def _flatten_value(value: Any, leaves: list[Any], open_objects: tuple[int, ...]) -> Structure:

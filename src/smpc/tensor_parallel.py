@@ -79,9 +79,9 @@ class ShardedModule(RecordedModule):
         return {name: self._whole(name, tensor) for name, tensor in state.items()}
 
     def whole_gradients(self) -> dict[str, Tensor]:
-        """The whole gradient of every parameter that has one, on every rank; all must call it."""
+        """The whole gradient of every parameter that has one, dense, on every rank; all must call it."""
         found = ((name, parameter.grad) for name, parameter in self.model.named_parameters())
-        return {name: self._whole(name, grad) for name, grad in found if grad is not None}
+        return {name: self._whole(name, grad.to_dense()) for name, grad in found if grad is not None}
 
     def load_whole_state_dict(self, state: Mapping[str, Tensor]) -> None:
         """Takes this rank's slices from a whole model's `state_dict`. UsageError if it does not fit."""

@@ -306,6 +306,8 @@ def written_by(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> l
 Settings = tuple[Any, ...]
 _KERNELS = "the kernels of attention (sdpa_kernel)"
 
+_DENORMAL = 2.0**-1060  # torch has no way to ask: on its thread, what Python computes is rounded alike
+
 _READERS: tuple[tuple[str, Callable[[], Any], Callable[[Any], Any] | None], ...] = (
     ("the default dtype (torch.set_default_dtype)", torch.get_default_dtype, torch.set_default_dtype),
     (
@@ -327,6 +329,7 @@ _READERS: tuple[tuple[str, Callable[[], Any], Callable[[Any], Any] | None], ...]
     (_KERNELS, torch._C._get_cudnn_sdp_enabled, torch._C._set_sdp_use_cudnn),
     ("mkldnn", torch._C._get_mkldnn_enabled, torch._C._set_mkldnn_enabled),
     ("the number of threads", torch.get_num_threads, torch.set_num_threads),
+    ("denormal numbers (torch.set_flush_denormal)", lambda: _DENORMAL * 1.0 == 0.0, torch.set_flush_denormal),
 )
 _READ = tuple(read for _, read, _ in _READERS)
 

@@ -18,7 +18,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map_only
 
 from smpc.codegen.program import StageCode
 from smpc.codegen.recompute import buffer_owners, run_checkpointed
@@ -47,6 +46,7 @@ from smpc.tracer.ir import Trace
 from smpc.tracer.record import record_guarded
 from smpc.tracer.recording.untraceable import hook_of
 from smpc.tracer.replay import input_values
+from smpc.tracer.structure import map_tensors
 
 
 class View:
@@ -120,7 +120,7 @@ class InstalledView:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the function that it is called with, or does what a call does otherwise."""
         if args and isinstance(args[0], RunInstead):
-            return tree_map_only(Tensor, _without_view, args[0].function(*args[1:]))
+            return map_tensors(_without_view, args[0].function(*args[1:]))
         return self.otherwise(*args, **kwargs)
 
     def otherwise(self, *args: Any, **kwargs: Any) -> Any:

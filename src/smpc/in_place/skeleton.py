@@ -24,7 +24,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
-from torch.utils._pytree import tree_map_only
+
+from smpc.tracer.structure import map_tensors
 
 _INSIDE = ("_fsdp_wrapped_module", "_checkpoint_wrapped_module", "_orig_mod")
 
@@ -219,7 +220,7 @@ def _cast_like_unit(module: nn.Module, unit: Casts) -> None:
 
 
 def _in_dtype(values: Any, dtype: torch.dtype) -> Any:
-    return tree_map_only(Tensor, lambda value: value.to(dtype) if value.is_floating_point() else value, values)
+    return map_tensors(lambda value: value.to(dtype) if value.is_floating_point() else value, values)
 
 
 def _plain_class(module: nn.Module) -> type[nn.Module]:

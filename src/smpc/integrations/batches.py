@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import functools
 import warnings
 from collections.abc import Mapping
 from typing import Any
 
 from torch import Tensor
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_leaves
 
 import smpc.v1 as smp
 from smpc.errors import UsageError
+from smpc.tracer.structure import map_tensors
 
 IGNORED = -100  # the label that torch's cross entropy leaves out of its mean
 
@@ -40,10 +42,10 @@ def microbatches_of(batch: Any) -> list[Any]:
     """A batch that divides, cut along axis 0."""
     number = smp.state.cfg.microbatches
 
-    def part(value: Any, index: int) -> Any:
-        return value.chunk(number)[index] if isinstance(value, Tensor) and value.dim() else value
+    def part(value: Tensor, index: int) -> Tensor:
+        return value.chunk(number)[index] if value.dim() else value
 
-    return [tree_map(lambda value, index=index: part(value, index), batch) for index in range(number)]
+    return [map_tensors(functools.partial(part, index=index), batch) for index in range(number)]
 
 
 def warn_of_uneven_labels(batch: Any, remedy: str) -> bool:

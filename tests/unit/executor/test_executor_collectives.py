@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+import torch.nn.functional as F
 from tensor_ranks import run_ranks, tensor_groups
 
 from smpc.executor import collectives
@@ -35,6 +36,27 @@ def test_replicated_to_users_of_parts(size):
     for value, gradient in on_ranks(collectives.replicate_in, [whole] * size, parts):
         assert torch.equal(value, whole)
         torch.testing.assert_close(gradient, sum(parts))
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_sparse_gradients_of_users_of_parts(size):
+    """Those of an embedding's table: a rank has looked up more entries than another, one twice, or none."""
+    table = torch.randn(7, 4, generator=torch.Generator().manual_seed(0))
+    ids = [torch.tensor([1, 3, 3]), torch.tensor([], dtype=torch.int64), torch.tensor([6, 1, 0, 2])][:size]
+    groups = tensor_groups(size)
+
+    def work(rank):
+        own = table.clone().requires_grad_()
+        found = F.embedding(ids[rank], collectives.replicate_in(own, groups[rank]), sparse=True)
+        (found * (rank + 1)).sum().backward()
+        return own.grad
+
+    expected = sum(
+        torch.zeros_like(table).index_add(0, each, torch.full((len(each), 4), i + 1.0)) for i, each in enumerate(ids)
+    )
+    for grad in run_ranks(size, work):
+        assert grad.layout is torch.sparse_coo
+        assert torch.equal(grad.to_dense(), expected)
 
 
 @pytest.mark.parametrize("size", [2, 3])

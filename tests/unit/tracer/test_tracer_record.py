@@ -403,6 +403,25 @@ def test_what_nodes_and_traces_remember_is_no_part_of_them():
     assert trace.to_json() == fresh.to_json()
 
 
+class FlushesDenormals(nn.Module):
+    def __init__(self, on):
+        super().__init__()
+        self.on, self.linear = on, nn.Linear(4, 4)
+
+    def forward(self, x):
+        torch.set_flush_denormal(self.on)
+        return self.linear(x)
+
+
+@pytest.mark.skipif(not torch.set_flush_denormal(False), reason="the CPU has no such mode")
+def test_a_forward_that_changes_how_denormal_numbers_are_rounded_is_refused():
+    inputs = (torch.ones(2, 4),)
+    with pytest.raises(TraceError, match=r"forward changes denormal numbers \(torch.set_flush_denormal\)"):
+        record(FlushesDenormals(True), inputs)
+    assert 2.0**-1060 * torch.ones((), dtype=torch.float64).item() > 0, "the mode is put back"
+    record(FlushesDenormals(False), inputs)
+
+
 def test_unknown_leaf_modules_are_refused():
     with pytest.raises(TraceError, match="no module called 'absent'"):
         record(nn.Linear(2, 2), (torch.ones(1, 2),), leaf_modules=("absent",))

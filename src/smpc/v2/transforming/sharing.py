@@ -25,7 +25,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_flatten, tree_map_only
+from torch.utils._pytree import tree_flatten
 
 from smpc.codegen.rewrite.context_parallel.rewrite import ZIGZAG, ContextPlan
 from smpc.codegen.rewrite.expert_parallel import parts_of_experts
@@ -44,6 +44,7 @@ from smpc.recorded_module import OPTIONS, check_not_shared
 from smpc.sample_inputs import Inputs
 from smpc.tracer.ir import NodeKind, Trace
 from smpc.tracer.record import record
+from smpc.tracer.structure import map_tensors
 from smpc.v2.transforming.slices import ParameterPart, PartsByName, SliceCut, keep_slices, note_slices
 
 _DIM = 1
@@ -55,7 +56,7 @@ def whole_inputs(args: Any, kwargs: Mapping[str, Any], group: TensorGroup) -> tu
     tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
     _check_chunks(tensors, group)
     join: Callable[[Tensor], Tensor] = lambda tensor: _gathered_chunks(tensor, group)  # noqa: E731
-    return tree_map_only(Tensor, join, args), tree_map_only(Tensor, join, dict(kwargs))
+    return map_tensors(join, args), map_tensors(join, dict(kwargs))
 
 
 def own_output(value: Tensor, *, is_whole: bool, group: TensorGroup) -> Tensor:
