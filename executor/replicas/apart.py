@@ -34,8 +34,9 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from smpc.executor.collectives import TensorGroup, sum_over
 from smpc.executor.replicas.data_parallel import broadcast
-from smpc.executor.replicas.group_hooks import GroupHooks, StepHooks, sum_together
+from smpc.executor.replicas.group_hooks import GroupHooks, StepHooks
 from smpc.sharding import Unit
+from smpc.sharding.whole_parameters import sum_together
 from smpc.sharding.wide_gradients import gradient_dtype
 
 
@@ -124,7 +125,7 @@ class ExpertReplicas(GroupHooks):
                 parameter.grad = torch.zeros_like(parameter, dtype=dtype)
             kinds.setdefault(dtype, []).append(parameter.grad)
         for grads in kinds.values() if self._group.size > 1 and not self._in_parts else ():
-            sum_together(grads, self._group, divided_by=self._group.size)
+            sum_together(grads, self._add, divided_by=self._group.size)
 
     def _anywhere(self) -> list[bool]:
         """Which experts have a gradient on some rank."""

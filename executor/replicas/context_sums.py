@@ -21,8 +21,9 @@ from smpc.errors import UsageError
 from smpc.executor.collectives import TensorGroup, sum_over
 from smpc.executor.replicas.data_parallel import StageReplicas
 from smpc.executor.replicas.fully_shard import StageShards
-from smpc.executor.replicas.group_hooks import GroupHooks, StepHooks, innermost, sum_together
+from smpc.executor.replicas.group_hooks import GroupHooks, StepHooks, innermost
 from smpc.sharding.tensors import local
+from smpc.sharding.whole_parameters import sum_together
 
 _TOGETHER = 2**20  # bytes: gradients that are smaller travel in one message
 
@@ -65,7 +66,7 @@ class ContextSums(GroupHooks):
             else:
                 sum_over(grad, self._group)
         for grads in small.values():
-            sum_together(grads, self._group)
+            sum_together(grads, self._add)
 
     def _gradients(self) -> list[Tensor]:
         return [local(parameter.grad).detach() for parameter in self._parameters if parameter.grad is not None]

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
+from functools import partial
 from typing import Protocol
 
 import torch
@@ -25,7 +26,7 @@ from smpc.errors import StepError
 from smpc.executor.collectives import TensorGroup, sum_over
 from smpc.executor.replicas.data_parallel import broadcast
 from smpc.sharding.tensors import local
-from smpc.sharding.wide_gradients import gradient_dtype
+from smpc.sharding.whole_parameters import average_gradients
 
 
 class StepHooks(Protocol):
@@ -54,6 +55,7 @@ class GroupHooks(ABC):
     def __init__(self, group: TensorGroup, inner: StepHooks | None, backward_passes_per_step: int) -> None:
         self._group, self.inner = group, inner
         self._passes, self._num_steps = backward_passes_per_step, 0
+        self._add = partial(sum_over, group=group)
 
     def start_of_step(self) -> None:
         """Count the step. Gradients that earlier steps left have been combined already."""
@@ -99,37 +101,6 @@ def innermost(hooks: StepHooks | None) -> StepHooks | None:
     while isinstance(hooks, GroupHooks):
         hooks = hooks.inner
     return hooks
-
-
-def sum_together(grads: Sequence[Tensor], group: TensorGroup, divided_by: int = 1) -> None:
-    """Replaces gradients of one dtype by their sums over the group, divided by a number, in one message.
-
-    The division comes first, as in DistributedDataParallel: a sum may be beyond float16 whose average is not.
-    """
-    flat = torch.cat([grad.reshape(-1) for grad in grads])
-    flat = sum_over(flat if divided_by == 1 else flat / divided_by, group)
-    for grad, part in zip(grads, torch.split(flat, [grad.numel() for grad in grads]), strict=True):
-        grad.copy_(part.view(grad.shape))
-
-
-def average_gradients(parameters: Sequence[nn.Parameter], group: TensorGroup) -> None:
-    """Replaces gradients of whole parameters by their averages over the group. Collective.
-
-    A parameter without a gradient on one rank counts there as zero, on all of them it stays without.
-    """
-    if not parameters:
-        return
-    present = torch.tensor([parameter.grad is not None for parameter in parameters], dtype=torch.int32)
-    anywhere = sum_over(present.to(parameters[0].device), group).tolist()
-    kinds: dict[torch.dtype, list[Tensor]] = {}
-    for parameter, count in zip(parameters, anywhere, strict=True):
-        if count:
-            dtype = gradient_dtype(parameter)
-            if parameter.grad is None:
-                parameter.grad = torch.zeros_like(parameter, dtype=dtype)
-            kinds.setdefault(dtype, []).append(local(parameter.grad))
-    for grads in kinds.values():
-        sum_together(grads, group, divided_by=group.size)
 
 
 class TensorReplicas(GroupHooks):
@@ -185,7 +156,7 @@ class TensorReplicas(GroupHooks):
         """Average whole gradients: what earlier steps left is the same on all ranks, and stays so."""
         for name, parameter in self._others:
             _check_dense(name, parameter)
-        average_gradients([parameter for _, parameter in self._others], self._group)
+        average_gradients([parameter for _, parameter in self._others], self._add, self._group.size)
 
 
 def _check_dense(name: str, parameter: nn.Parameter) -> None:

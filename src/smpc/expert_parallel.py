@@ -21,6 +21,7 @@ later divide by the number of all ranks, as FSDP's `set_gradient_divide_factor` 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch.distributed as dist
@@ -39,6 +40,7 @@ from smpc.experts.structure import Found, Listed, Stacked, find_experts, registe
 from smpc.experts.whole import ExpertHoldings
 from smpc.in_place.skeleton import plain_name
 from smpc.optimizers.split_parameters import note_split
+from smpc.sharding.whole_parameters import average_gradients
 
 _ROUTERS = ("none", "balanced")
 _GRADIENTS = ("mean", "sum")
@@ -105,11 +107,7 @@ class ExpertParallelModule(nn.Module):
         others = [p for p in self.model.parameters() if id(p) not in own and p.requires_grad]
         if not others or self.group.size == 1:
             return
-        has = others[0].new_tensor([p.grad is not None for p in others])
-        for parameter, is_there in zip(others, sum_over(has, self.group).tolist(), strict=True):
-            if is_there:
-                grad = parameter.new_zeros(parameter.shape) if parameter.grad is None else parameter.grad.contiguous()
-                parameter.grad = sum_over(grad, self.group).div_(self.group.size)
+        average_gradients(others, partial(sum_over, group=self.group), self.group.size)
 
     def whole_state_dict(self) -> dict[str, Tensor]:
         """The whole model's `state_dict`, on every rank; all must call it."""

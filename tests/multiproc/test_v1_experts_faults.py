@@ -1,17 +1,19 @@
 """Expert parallelism in training scripts where ranks do not do the same: programs give way, ranks fail, some have errors."""
 
 import os
+from functools import partial
 
 import pytest
 import torch
 import torch.distributed as dist
 from executor_harness import Launch, run_workers
 from mixtures import MB, batch_of, made, train_step
+from torch import nn
 
 import smpc.v1 as smp
 from smpc.errors import PeerError, StepError
-from smpc.executor.collectives import TensorGroup
-from smpc.executor.replicas.group_hooks import sum_together
+from smpc.executor.collectives import TensorGroup, sum_over
+from smpc.sharding.whole_parameters import WholeParameters, sum_together
 
 
 @smp.step
@@ -88,14 +90,19 @@ def test_a_rank_that_has_failed_is_named_at_the_start_of_the_next_step(tmp_path)
 def overflow(rank, folder):
     group = TensorGroup.of(dist.group.WORLD)
     grads = [torch.full((3,), 40000.0, dtype=torch.float16), torch.full((2, 2), -40000.0, dtype=torch.float16)]
-    sum_together(grads, group, divided_by=2)
-    return grads
+    sum_together(grads, partial(sum_over, group=group), divided_by=2)
+    module = nn.Module()
+    module.scale = nn.Parameter(torch.ones((), dtype=torch.float16))
+    module.scale.grad = torch.full((), 40000.0, dtype=torch.float16)
+    WholeParameters([module], [dist.group.WORLD]).average()
+    return [*grads, module.scale.grad]
 
 
 def test_averages_in_half_precision_do_not_pass_through_their_sum(tmp_path):
     for grads in run_workers(overflow, 2, tmp_path):
         assert grads[0].tolist() == [40000.0] * 3
         assert grads[1].tolist() == [[-40000.0] * 2] * 2
+        assert grads[2].item() == 40000.0
 
 
 def differ(rank, folder, config, wrong):

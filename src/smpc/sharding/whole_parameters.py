@@ -4,19 +4,23 @@
     shard(model, ..., ignored=wholes.all())        every rank has them whole
     wholes.average()                               after a backward, or several: their gradients are those of the ranks' mean loss
 
-Gradients that were averaged before stay what they are, as all ranks have the same.
+Gradients that were averaged before stay what they are, as all ranks have the same. `average_gradients` and `sum_together` do so for any
+parameters that ranks have whole.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from smpc.sharding.tensors import local
 from smpc.sharding.wide_gradients import gradient_dtype
+
+Add = Callable[[Tensor], Tensor]  # sums a contiguous tensor over ranks, in place, and returns it
 
 
 def stays_whole(parameter: Tensor) -> bool:
@@ -41,26 +45,43 @@ class WholeParameters:
         """What is not divided."""
         return frozenset(self._parameters)
 
-    @torch.no_grad()
     def average(self) -> None:
-        """Average the gradients. One that a rank does not have counts there as zero; if no rank has it, none gets it. Collective."""
-        if not self._parameters:
-            return
-        present = [parameter.grad is not None for parameter in self._parameters]
-        anywhere = self._sum(torch.tensor(present, dtype=torch.int32, device=self._parameters[0].device)).tolist()
-        kinds: dict[torch.dtype, list[Tensor]] = {}
-        for parameter, count in zip(self._parameters, anywhere, strict=True):
-            if count and parameter.grad is None:
-                parameter.grad = torch.zeros_like(parameter, dtype=gradient_dtype(parameter))
-            if count and parameter.grad is not None:
-                kinds.setdefault(parameter.grad.dtype, []).append(parameter.grad)
-        num_ranks = math.prod(group.size() for group in self._groups)
-        for grads in kinds.values():
-            flat = self._sum(torch.cat([grad.reshape(-1) for grad in grads])).div_(num_ranks)
-            for grad, part in zip(grads, torch.split(flat, [grad.numel() for grad in grads]), strict=True):
-                grad.copy_(part.view_as(grad))
+        """Average the gradients (`average_gradients`). Collective."""
+        average_gradients(self._parameters, self._add, math.prod(group.size() for group in self._groups))
 
-    def _sum(self, own: Tensor) -> Tensor:
+    def _add(self, own: Tensor) -> Tensor:
         for group in self._groups:
             dist.all_reduce(own, group=group)
         return own
+
+
+def sum_together(grads: Sequence[Tensor], add: Add, divided_by: int = 1) -> None:
+    """Replaces gradients of one dtype by their sums over ranks, divided by a number, in one message.
+
+    The division comes first, as in DistributedDataParallel: a sum may be beyond float16 whose average is not.
+    """
+    flat = torch.cat([grad.reshape(-1) for grad in grads])
+    flat = add(flat if divided_by == 1 else flat / divided_by)
+    for grad, part in zip(grads, torch.split(flat, [grad.numel() for grad in grads]), strict=True):
+        grad.copy_(part.view(grad.shape))
+
+
+@torch.no_grad()
+def average_gradients(parameters: Sequence[nn.Parameter], add: Add, num_ranks: int) -> None:
+    """Replaces gradients of whole parameters by their averages over ranks. Collective.
+
+    A parameter without a gradient on one rank counts there as zero; without one on all of them, it stays without.
+    """
+    if not parameters:
+        return
+    present = torch.tensor([parameter.grad is not None for parameter in parameters], dtype=torch.int32)
+    anywhere = add(present.to(parameters[0].device)).tolist()
+    kinds: dict[torch.dtype, list[Tensor]] = {}
+    for parameter, count in zip(parameters, anywhere, strict=True):
+        if count:
+            dtype = gradient_dtype(parameter)
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter, dtype=dtype)
+            kinds.setdefault(dtype, []).append(local(parameter.grad))
+    for grads in kinds.values():
+        sum_together(grads, add, divided_by=num_ranks)
