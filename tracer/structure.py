@@ -26,18 +26,16 @@ first item of a list `a` is `a..0`, and a module of the name `a[0]` is `a[0]`.
 from __future__ import annotations
 
 import ast
-import copy
 import dataclasses
 import functools
 import re
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.utils._pytree import tree_map_only
+from torch import nn
 
 from smpc.errors import TraceError
 from smpc.tracer.constants import is_plain_name, register, resolve
@@ -132,42 +130,6 @@ def flatten(value: Any) -> tuple[list[Any], Structure]:
     """Leaves of a value, left to right, and the structure that holds them."""
     leaves: list[Any] = []
     return leaves, _flatten_value(value, leaves, ())
-
-
-def rebuilt(value: Any, children: Iterable[Any]) -> Any:
-    """A list, tuple, set or mapping like `value` with other children, in their order; a dict for a mapping that cannot be written.
-
-    No constructor of the value's class runs again, but for sets': it may have changed what it was given.
-    """
-    cls: Any = type(value)
-    if isinstance(value, MutableMapping):
-        new: Any = copy.copy(value)  # keeps what else it knows, a default factory for instance
-        for key, child in zip(list(value), children, strict=True):
-            new[key] = child
-        return new
-    if isinstance(value, Mapping):
-        return dict(zip(value, children, strict=True))
-    if isinstance(value, list):
-        new = copy.copy(value)
-        new[:] = children
-        return new
-    if isinstance(value, tuple) and cls.__module__ not in (
-        "torch",
-        "torch.return_types",
-    ):  # torch.Size, torch.return_types.topk
-        return tuple.__new__(cls, children)
-    return cls(children)
-
-
-def map_tensors(function: Callable[[Tensor], Any], value: Any) -> Any:
-    """`value` with `function` of each tensor in its place: in lists, tuples, mappings (`rebuilt`), and where torch's pytree finds one."""
-    if isinstance(value, Tensor):
-        return function(value)
-    if isinstance(value, Mapping):
-        return rebuilt(value, [map_tensors(function, child) for child in value.values()])
-    if isinstance(value, (list, tuple)):
-        return rebuilt(value, [map_tensors(function, child) for child in value])
-    return tree_map_only(Tensor, function, value)
 
 
 def _flatten_value(value: Any, leaves: list[Any], open_objects: tuple[int, ...]) -> Structure:

@@ -25,8 +25,8 @@ from torch.optim import Optimizer
 
 from smpc import dist
 from smpc.checkpoint.rng import capture_rng, restore_rng
+from smpc.containers import rebuilt
 from smpc.errors import ConfigError
-from smpc.tracer.structure import rebuilt
 
 _LEFT_OUT = -100  # what torch.nn.functional.cross_entropy ignores
 

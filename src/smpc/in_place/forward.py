@@ -25,6 +25,7 @@ from smpc.codegen.split import split
 from smpc.codegen.stage import stage_class
 from smpc.compile.passes import plan_trace
 from smpc.compile.result import Traced
+from smpc.containers import map_tensors
 from smpc.errors import CodegenError, TraceError, UsageError
 from smpc.in_place.skeleton import (
     INSTALLED,
@@ -46,7 +47,6 @@ from smpc.tracer.ir import Trace
 from smpc.tracer.record import record_guarded
 from smpc.tracer.recording.untraceable import hook_of
 from smpc.tracer.replay import input_values
-from smpc.tracer.structure import map_tensors
 
 
 class View:

@@ -11,8 +11,8 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 import smpc.v1 as smp
+from smpc.containers import map_tensors
 from smpc.errors import UsageError
-from smpc.tracer.structure import map_tensors
 
 IGNORED = -100  # the label that torch's cross entropy leaves out of its mean
 

@@ -49,9 +49,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
 from torch.distributed.tensor import DTensor
-from torch.utils._pytree import tree_map_only
 
 from smpc.config.keep import Keep
+from smpc.containers import map_tensors
 from smpc.errors import ConfigUnsupportedError
 from smpc.sharding.backwards import Backwards
 from smpc.sharding.in_step import InStep, ranks_of
@@ -246,10 +246,8 @@ def shard(
     ordered = [*(unit for unit in known.values() if unit.name), known.get("", Unit(""))]
     _check_parameters(root, [unit.name for unit in ordered], ignored)
     before = dict(root.named_parameters(remove_duplicate=False))
-    found, taken = (
-        Sharded(root, options, left=left, _ignored=ignored),
-        set[nn.Parameter](),
-    )  # what belongs to earlier units
+    found = Sharded(root, options, left=left, _ignored=ignored)
+    taken = set[nn.Parameter]()  # what belongs to earlier units
     for unit in ordered:
         module = root.get_submodule(unit.name)
         own = _untaken_by_shards(module, taken)
@@ -363,9 +361,7 @@ def _shards_emptied(device_type: str) -> Callable[[Tensor], Tensor]:
 
 def _without_views(module: nn.Module, inputs: object, output: Any) -> Any:
     """Outputs that are views come as copies: an in-place operation on a view would drop what gathers parameters for the backward."""
-    return tree_map_only(
-        Tensor, lambda value: value.clone() if value._is_view() and value.requires_grad else value, output
-    )
+    return map_tensors(lambda value: value.clone() if value._is_view() and value.requires_grad else value, output)
 
 
 def _precision_policy(options: ShardingOptions, wide: bool, *, is_root: bool) -> MixedPrecisionPolicy:

@@ -17,7 +17,6 @@ from transformers.modeling_outputs import BaseModelOutput
 from smpc.errors import TraceError
 from smpc.tracer import Structure, flatten, record, replay
 from smpc.tracer.constants import decode, encode
-from smpc.tracer.structure import map_tensors
 
 Point = collections.namedtuple("Point", "x y")
 
@@ -210,19 +209,3 @@ def test_a_model_returns_the_cache_of_an_encoder_and_a_decoder():
     tensors = [(own, other) for own, other in zip(leaves, theirs, strict=True) if isinstance(own, torch.Tensor)]
     assert len(tensors) == 4
     assert all(torch.equal(own, other) for own, other in tensors)
-
-
-def test_tensors_are_exchanged_without_a_constructor():
-    """In two places of one value, beside what is no tensor; torch's pytree runs the constructor again."""
-    ones = torch.ones(2)
-    value = [Scaled(ones), {"shape": torch.Size([2]), "both": (ones, None)}, torch.topk(ones, 1)]
-    found = map_tensors(lambda tensor: tensor + 1, value)
-    assert type(found[0]) is Scaled
-    assert found[0].value.tolist() == [3.0, 3.0]
-    assert found[0].calls == 1
-    assert found[1]["shape"] == torch.Size([2])
-    assert type(found[1]["shape"]) is torch.Size
-    assert found[1]["both"][0].tolist() == [2.0, 2.0]
-    assert type(found[2]) is torch.return_types.topk
-    assert found[2].values.tolist() == [2.0]
-    assert value[0].value.tolist() == [2.0, 2.0], "the value itself is as it was"

@@ -28,6 +28,7 @@ import torch
 from torch import Tensor, nn
 
 from smpc.checkpoint.stateful import LocalStateDict, asked_by_torch
+from smpc.containers import map_tensors
 from smpc.errors import ConfigUnsupportedError, StepError
 from smpc.mesh import Axis
 from smpc.partitioner.graph.plan import Plan
@@ -37,7 +38,6 @@ from smpc.v1.session.skipped_calls import Whereabouts
 from smpc.v1.session.step_errors import describe, raise_error_on_all_ranks
 from smpc.v1.session.step_messages import Control
 from smpc.v1.state_dicts.local import PARTIAL, IncompatibleKeys, ModelState
-from smpc.v1.steps.arguments import map_tensors
 from smpc.v1.steps.context import StepContext
 from smpc.v1.steps.pipeline import Pipeline
 
@@ -290,10 +290,10 @@ class ShownModel(StatefulModel):
         gradients = [None if gradient is None else gradient.detach() for gradient in (p.grad for p in parameters)]
         self._exchange.to_cpu(super().cpu)
         try:
-            args, kwargs = map_tensors((args, kwargs), lambda tensor: tensor.cpu())
+            args, kwargs = map_tensors(lambda tensor: tensor.cpu(), (args, kwargs))
             result = self._exchange.on_first("generate", lambda: method(*args, **kwargs))
         finally:
             self.spread()
             for parameter, gradient in zip(parameters, gradients, strict=True):
                 parameter.grad = gradient
-        return map_tensors(result, lambda tensor: tensor.to(session.device))
+        return map_tensors(lambda tensor: tensor.to(session.device), result)

@@ -43,11 +43,11 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 from torch import Tensor, nn
 
+from smpc.containers import rebuilt
 from smpc.errors import StepError
 from smpc.executor.transport.messages import WireFormat
 from smpc.tracer.constants import is_constant, normalise
 from smpc.tracer.ir import TensorSpec, spec_of
-from smpc.tracer.structure import rebuilt
 
 Arguments = dict[str, Any]
 _PLAIN = frozenset(
@@ -169,11 +169,6 @@ def map_leaves(value: Any, function: Callable[[Any, str], Any], path: str) -> An
     if all(a is b for a, b in zip(new, children, strict=True)):
         return value
     return rebuilt(value, new)
-
-
-def map_tensors(value: Any, function: Callable[[Tensor], Tensor]) -> Any:
-    """The value with `function(tensor)` in place of every tensor in its containers."""
-    return map_leaves(value, lambda leaf, _: function(leaf) if isinstance(leaf, Tensor) else leaf, "")
 
 
 def slices_itself(value: Any) -> bool:

@@ -34,6 +34,7 @@ from smpc.codegen.rewrite.tensor_parallel.rewrite import CONTEXT, TENSOR, group_
 from smpc.compile.experts import find_sharing_plan
 from smpc.compile.passes import ContextSharing, Sharing, rewrite_trace
 from smpc.compile.result import Traced
+from smpc.containers import map_tensors
 from smpc.errors import SmpcError, UsageError
 from smpc.executor.collectives import TensorGroup, gathered
 from smpc.executor.draws import draw_as_first
@@ -44,7 +45,6 @@ from smpc.recorded_module import OPTIONS, check_not_shared
 from smpc.sample_inputs import Inputs
 from smpc.tracer.ir import NodeKind, Trace
 from smpc.tracer.record import record
-from smpc.tracer.structure import map_tensors
 from smpc.v2.transforming.slices import ParameterPart, PartsByName, SliceCut, keep_slices, note_slices
 
 _DIM = 1

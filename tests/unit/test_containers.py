@@ -1,0 +1,30 @@
+"""Elements of containers are exchanged without a constructor."""
+
+import collections
+
+import torch
+
+from smpc.containers import map_tensors
+
+
+class Scaled(collections.namedtuple("Scaled", "value calls")):
+    """A named tuple whose constructor changes what it is given."""
+
+    def __new__(cls, value, calls=0):
+        return super().__new__(cls, value * 2, calls + 1)
+
+
+def test_tensors_are_exchanged_without_a_constructor():
+    """In two places of one value, beside what is no tensor; torch's pytree runs the constructor again."""
+    ones = torch.ones(2)
+    value = [Scaled(ones), {"shape": torch.Size([2]), "both": (ones, None)}, torch.topk(ones, 1)]
+    found = map_tensors(lambda tensor: tensor + 1, value)
+    assert type(found[0]) is Scaled
+    assert found[0].value.tolist() == [3.0, 3.0]
+    assert found[0].calls == 1
+    assert found[1]["shape"] == torch.Size([2])
+    assert type(found[1]["shape"]) is torch.Size
+    assert found[1]["both"][0].tolist() == [2.0, 2.0]
+    assert type(found[2]) is torch.return_types.topk
+    assert found[2].values.tolist() == [2.0]
+    assert value[0].value.tolist() == [2.0, 2.0], "the value itself is as it was"
