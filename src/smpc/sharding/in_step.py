@@ -53,7 +53,7 @@ class InStep:
         is_alone: bool,
         wholes: WholeParameters | None = None,
     ) -> None:
-        self._group, self._is_alone = message_group(mesh), is_alone
+        self._group, self._is_alone = message_group(ranks_of(mesh)), is_alone
         self._tells_each = mesh.device_type == "cpu"
         self._roots, self._units = dict(roots), dict(units)
         self._called: set[str] = set()  # the roots, since the last call began
@@ -140,19 +140,11 @@ class InStep:
         """What all ranks have come to, or a StepError if they cannot go on together. Collective."""
         self.before_message()
         calls = 0 if self._tells_each else zlib.crc32(repr(self._gathered).encode())
-        message = torch.tensor([own, calls], dtype=torch.int64)
-        found = [torch.zeros_like(message) for _ in range(self._group.size())]
-        try:
-            dist.all_gather(found, message, group=self._group)
-        except RuntimeError as error:
-            raise StepError(
-                f"sharded parameters: expected all ranks to tell what they come to, found no word of some when this one has come to "
-                f"{self._describe(own)}; they have failed, or wait elsewhere: call models, backwards and updates on all ranks: {error}"
-            ) from error
-        told = [int(each[0]) for each in found]
+        found = exchange([own, calls], self._group, self._describe(own))
+        told = [each[0] for each in found]
         first, kinds = min(told), {(number >= BEGIN) + (number >= COME_TO) for number in told}
-        if len({int(each[1]) for each in found}) > 1:
-            self._refuse([f"the gathers {int(each[1]):x}" for each in found])
+        if len({each[1] for each in found}) > 1:
+            self._refuse([f"the gathers {each[1]:x}" for each in found])
         if (first >= _UPDATE and len(kinds) > 1) or (first < BEGIN and first != max(told) and not self._is_alone):
             self._refuse([self._describe(number) for number in told])
         return told
@@ -186,11 +178,24 @@ def ranks_of(mesh: DeviceMesh) -> list[int]:
     return sorted(int(rank) for rank in mesh.mesh.flatten())
 
 
-def message_group(mesh: DeviceMesh) -> dist.ProcessGroup:
-    """A group of all ranks of a mesh, for messages between CPUs. Collective over them."""
-    ranks = ranks_of(mesh)
+def message_group(ranks: list[int]) -> dist.ProcessGroup:
+    """A group of ranks for messages between CPUs. Collective over them."""
     made: dist.ProcessGroup = dist.new_group(ranks, backend="gloo", timeout=_patience(), use_local_synchronization=True)
     return made
+
+
+def exchange(message: Sequence[int], group: dist.ProcessGroup, come_to: str) -> list[list[int]]:
+    """The messages of all ranks of a group. `come_to`: what this one is about to do, for the StepError if others are gone. Collective."""
+    own = torch.tensor(message, dtype=torch.int64)
+    found = [torch.zeros_like(own) for _ in range(group.size())]
+    try:
+        dist.all_gather(found, own, group=group)
+    except RuntimeError as error:
+        raise StepError(
+            f"sharded parameters: expected all ranks to tell what they come to, found no word of some when this one has come to "
+            f"{come_to}; they have failed, or wait elsewhere: call models, backwards and updates on all ranks: {error}"
+        ) from error
+    return [each.tolist() for each in found]
 
 
 def _patience() -> datetime.timedelta | None:

@@ -74,6 +74,7 @@ from smpc.mesh import Axis
 from smpc.mesh.device_mesh import device_mesh
 from smpc.optimizers.torch_patches import replace_method
 from smpc.sharding.tensors import has_hooks
+from smpc.v2.session.flat_units import FlatUnits
 from smpc.v2.session.gradient_patch import note_unit, patch_gradients
 from smpc.v2.session.ranks_in_step import ScriptUnits
 from smpc.v2.state_handler import Session, state
@@ -318,10 +319,15 @@ _HYBRID = {
 
 def patch(session: Session) -> Callable[[], None]:
     """Patch torch for a session; the function that takes it back."""
-    undo: list[Callable[[], None]] = [_patch_fsdp1(session), _patch_offloading(session), *patch_full_state(session)]
+    units = FlatUnits()
+    undo: list[Callable[[], None]] = [
+        _patch_fsdp1(session, units),
+        _patch_offloading(session),
+        *patch_full_state(session),
+    ]
     undo += patch_gradients(session)
     if not session.config.is_native:
-        undo += _patch_fsdp2(session)
+        undo += [*units.patch(), *_patch_fsdp2(session)]
 
     def take_back() -> None:
         for each in reversed(undo):
@@ -448,7 +454,7 @@ def _alone(session: Session) -> dist.ProcessGroup:
     return made
 
 
-def _patch_fsdp1(session: Session) -> Callable[[], None]:
+def _patch_fsdp1(session: Session, units: FlatUnits) -> Callable[[], None]:
     original = FullyShardedDataParallel.__init__
 
     @functools.wraps(original)
@@ -483,6 +489,7 @@ def _patch_fsdp1(session: Session) -> Callable[[], None]:
                 setattr(owner, name, FullyShardedDataParallel(each, **more))
         give_whole_state(self)
         note_unit(self)
+        units.note(self)
 
     return patch_attribute(FullyShardedDataParallel, "__init__", init)
 
