@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from smpc.errors import UsageError
-from smpc.executor.collectives import TensorGroup, sum_over
+from smpc.executor.collectives import TensorGroup, sum_over, summed
 from smpc.executor.replicas.data_parallel import StageReplicas
 from smpc.executor.replicas.fully_shard import StageShards
 from smpc.executor.replicas.group_hooks import GroupHooks, StepHooks, innermost
@@ -43,7 +43,7 @@ class ContextSums(GroupHooks):
 
     def _set_aside(self) -> None:
         if not self._is_divided:
-            for grad in self._gradients():
+            for _, grad in self._gradients():
                 grad.div_(self._group.size)
         self._is_divided = True
 
@@ -51,16 +51,18 @@ class ContextSums(GroupHooks):
         """The step that has ended did no backward: it does not count, and gradients are again what they were before it."""
         super().did_not_train()
         if self._is_divided and self._is_complete:
-            for grad in self._gradients():
+            for _, grad in self._gradients():
                 grad.mul_(self._group.size)
             self._is_divided = False
 
     def _combine(self) -> None:
         self._is_divided = False
         small: dict[torch.dtype, list[Tensor]] = {}
-        for grad in self._gradients():
+        for parameter, grad in self._gradients():
             if self._is_averaged:
                 grad.mul_(self._group.size)
+            elif grad.is_sparse:
+                parameter.grad = summed(grad, self._group)
             elif grad.nbytes < _TOGETHER or not grad.is_contiguous():
                 small.setdefault(grad.dtype, []).append(grad)
             else:
@@ -68,8 +70,10 @@ class ContextSums(GroupHooks):
         for grads in small.values():
             sum_together(grads, self._add)
 
-    def _gradients(self) -> list[Tensor]:
-        return [local(parameter.grad).detach() for parameter in self._parameters if parameter.grad is not None]
+    def _gradients(self) -> list[tuple[nn.Parameter, Tensor]]:
+        """What can be changed in place; a sparse tensor that is detached shares no memory with the gradient."""
+        found = [(each, each.grad) for each in self._parameters if each.grad is not None]
+        return [(each, grad if grad.is_sparse else local(grad).detach()) for each, grad in found]
 
 
 def _averages_over(hooks: StepHooks | None, group: TensorGroup) -> bool:

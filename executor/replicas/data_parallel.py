@@ -31,10 +31,16 @@ from smpc.sharding.wide_gradients import is_wide, wide_stand_in
 
 
 class _Replica(nn.Module):
-    """A stage and its anchor, which is last so that it belongs to the first bucket."""
+    """A stage and its anchor, which is last so that it belongs to the first bucket. `sparse`: those of its parameters whose gradients
+    are sparse, which DDP takes from embeddings alone, where it comes to them first."""
 
-    def __init__(self, stage: nn.Module, like: nn.Parameter) -> None:
+    def __init__(self, stage: nn.Module, like: nn.Parameter, sparse: Iterable[nn.Parameter]) -> None:
         super().__init__()
+        self.sparse = nn.ModuleList()
+        for parameter in sparse:
+            holder = nn.Embedding(1, 1, sparse=True, device="meta")
+            holder.weight = parameter
+            self.sparse.append(holder)
         self.stage = stage
         self.anchor = nn.Parameter(torch.zeros((), dtype=like.dtype, device=like.device))
 
@@ -46,7 +52,7 @@ class StageReplicas:
     these stages share is reduced with the first of them, which is the last to be reduced. `broadcast_buffers`: rank
     0's buffers replace the others' at the start of every training step. `backward_passes_per_step`: gradients
     accumulate locally over that many steps before they are averaged. `apart`: parameters that the ranks of the group have different values
-    of; nothing is done with them here. The other options are DDP's. The
+    of; nothing is done with them here. `sparse`: parameters whose gradients are sparse. The other options are DDP's. The
     gradients of parameters that `smpc.sharding.tensors` has widened are reduced in fp32, and never during a backward.
     """
 
@@ -61,6 +67,7 @@ class StageReplicas:
         overlapping: bool = True,
         backward_passes_per_step: int = 1,
         apart: Collection[nn.Parameter] = (),
+        sparse: Collection[Tensor] = (),
     ) -> None:
         assert backward_passes_per_step >= 1, "gradients must be averaged at some time"
         self._group = group
@@ -71,6 +78,7 @@ class StageReplicas:
         self._count: dist.Work | None = None
         self._stages = [stages[index] for index in sorted(stages)]
         self._apart = {id(parameter) for parameter in apart}
+        self._sparse = {id(parameter) for parameter in sparse}
         self._buffers_of = [stages[index] for index in sorted(stages)] if broadcast_buffers else []
         self._replicas: dict[int, DistributedDataParallel] = {}
         self._anchors: dict[int, nn.Parameter] = {}
@@ -97,11 +105,12 @@ class StageReplicas:
     def _make_replica(self, index: int, stage: nn.Module, trainable: Sequence[nn.Parameter]) -> _Replica:
         """What DDP wraps: the stage, or, as its buckets are like parameters, others that are like the gradients."""
         if not any(is_wide(parameter) for parameter in trainable):
-            return _Replica(stage, trainable[0])
+            return _Replica(stage, trainable[0], [p for p in trainable if id(p) in self._sparse])
         others = [wide_stand_in(parameter) if is_wide(parameter) else parameter for parameter in trainable]
         self._stand_ins[index] = list(zip(trainable, others, strict=True))
         self._overlapping = False
-        return _Replica(nn.ParameterList(others), others[0])
+        sparse = [other for parameter, other in self._stand_ins[index] if id(parameter) in self._sparse]
+        return _Replica(nn.ParameterList(others), others[0], sparse)
 
     @property
     def group(self) -> dist.ProcessGroup:

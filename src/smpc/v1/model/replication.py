@@ -38,7 +38,7 @@ from functools import partial
 from typing import Any
 
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -78,6 +78,12 @@ def _largest(module: nn.Module, name: str, names: Iterable[str]) -> int:
     return max(own, default=0)
 
 
+def sparse_parameters(module: nn.Module) -> list[Tensor]:
+    """The weights of embeddings whose gradients are sparse."""
+    embeddings = (each for each in module.modules() if isinstance(each, nn.Embedding | nn.EmbeddingBag))
+    return [each.weight for each in embeddings if each.sparse]
+
+
 def name_parts(parameters: Iterable[nn.Parameter], group_of: Callable[[nn.Parameter], dist.ProcessGroup]) -> None:
     """Give sharded parameters the attributes that scripts read. `group_of`: the ranks that hold the shards of a parameter."""
     for parameter in parameters:
@@ -114,7 +120,8 @@ class Replication:
         if session.mesh.rdp_size > 1:
             with exchange("making the replicas equal"):
                 apart = () if context.experts is None else context.experts.held(stages)
-                self.replicas = StageReplicas(stages, session.groups[Axis.RDP], apart=apart, **options)
+                sparse = sparse_parameters(context.module)
+                self.replicas = StageReplicas(stages, session.groups[Axis.RDP], apart=apart, sparse=sparse, **options)
             if self._comm_hook is not None:
                 self.replicas.register_comm_hook(*self._comm_hook)
         hooks = context.distribution.hooks(stages, self.replicas, options["backward_passes_per_step"])
