@@ -129,36 +129,46 @@ def step_by_square(model, x):
     return loss
 
 
-UNEVEN = 1  # the batch that does not divide
-
-
-def skips_uneven(rank, folder):
-    smp.init({"microbatches": 2, "ddp": True})
+def two_layers():
     torch.manual_seed(0)
-    model = smp.DistributedModel(nn.Linear(6, 2))
+    return nn.Sequential(nn.Linear(6, 4), nn.Linear(4, 2))
+
+
+def skips_uneven(rank, folder, config, uneven):
+    smp.init({"microbatches": 2, "ddp": True, **config})
+    model = smp.DistributedModel(two_layers())
     optimizer = smp.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
     for number in range(4):
         optimizer.zero_grad()
-        x = torch.full((4 - (number == UNEVEN), 6), 1.0 + number + rank)
+        x = torch.full((4 - (number == uneven), 6), 1.0 + number + smp.data_rank())
         try:
             step_by_square(model, x)
         except StepError:
-            assert number == UNEVEN
+            assert number == uneven
             continue
         optimizer.step()
     return model.state_dict()
 
 
-def test_a_script_may_skip_a_batch_that_does_not_divide(tmp_path):
+@pytest.mark.parametrize(
+    ("config", "ranks", "uneven"),
+    [
+        ({}, 2, 1),
+        ({"pipeline_parallel_degree": 2}, 4, 1),
+        pytest.param({"pipeline_parallel_degree": 2}, 4, 0, marks=pytest.mark.slow),
+        pytest.param({"pipeline_parallel_degree": 2, "fully_shard": True}, 4, 0, marks=pytest.mark.slow),
+        pytest.param({"context_parallel_degree": 2}, 4, 1, marks=pytest.mark.slow),
+    ],
+)
+def test_a_script_may_skip_a_batch_that_does_not_divide(tmp_path, config, ranks, uneven):
     """The error told the other replicas that this one had failed, so the next step of each was a PeerError."""
-    torch.manual_seed(0)
-    plain = nn.Linear(6, 2)
+    plain = two_layers()
     optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
-    for number in (each for each in range(4) if each != UNEVEN):
+    for number in (each for each in range(4) if each != uneven):
         optimizer.zero_grad()
         x = torch.cat([torch.full((4, 6), 1.0 + number + rank) for rank in range(2)])
         plain(x).square().mean().backward()
         optimizer.step()
-    for found in run_workers(skips_uneven, 2, tmp_path):
+    for found in run_workers(skips_uneven, ranks, tmp_path, config, uneven):
         for key, expected in plain.state_dict().items():
             torch.testing.assert_close(found[key], expected)

@@ -19,7 +19,8 @@ Terms
                 gradients; from then on it is known, and the forward-only program runs
 
 Errors that pipeline rank 0 finds before the step, and StepErrors of the step function on the last rank, are sent in the header and with
-the results: all ranks of the pipeline raise them, no transfer stays in progress, and the next step may run.
+the results: all ranks of the pipeline raise them, no transfer stays in progress, and the next step may run. Other replicas hear of the
+former (a batch that does not divide) as little as where there is no pipeline: a step of theirs waits for this one's next.
 
 The rank of the last stage runs the step function on the pipeline's outputs, beside its instructions.
 
@@ -220,6 +221,7 @@ class Pipeline:
         self.saved_plan: Plan | None = None  # of the checkpoint to resume from
         self._phase = "between steps"
         self._is_done = False  # the instructions of this step
+        self._is_asked = False  # this step, without an error: what follows is not for this pipeline alone to give up
 
     @property
     def where(self) -> str:
@@ -263,7 +265,11 @@ class Pipeline:
             except AGREED as error:
                 mesh = self._session.mesh
                 agreed = mesh.ep_size if context.experts is not None and mesh.cp_size == 1 else mesh.cp_size
-                if (mesh.rdp_size if context.experts is None else mesh.dp_size) > agreed:
+                waits = (
+                    self._session.is_sharded or context.experts is not None
+                )  # for others, wherever the script goes on
+                is_told = self._is_asked or (waits and self.first is not None)  # else it may leave a batch out
+                if is_told and (mesh.rdp_size if context.experts is None else mesh.dp_size) > agreed:
                     supervision.report(error)  # ranks that have not agreed would wait for this one
                 raise
             except BaseException as error:
@@ -284,7 +290,7 @@ class Pipeline:
         Raises rank 0's errors on all ranks.
         """
         self._phase = f"the start of step function {body.name}"
-        self._is_done = False
+        self._is_done = self._is_asked = False
         self._versions.poll()
         request: StepRequest | None = None
         failure: Exception | None = None
@@ -435,6 +441,7 @@ class Pipeline:
             description = control.broadcast_object(describe(failure), 0)
             control.acknowledge(0)  # rank 0 may exit now, but not before all have read it
             raise_error_on_all_ranks(description, failure)
+        self._is_asked = True
         if program == _NEW:
             signature = control.broadcast_object(None if request is None else request.signature, 0)
             program = self._add(signature)
@@ -504,7 +511,9 @@ class Pipeline:
         """The first program of all; collective over all ranks of all replicas."""
         self._context.hooks.before_partition()
         own = None if request is None else (request.signature, request.inputs[0])
-        self._add(self._compiler.first_signature(own, failure), None if request is None else request.inputs[0])
+        signature = self._compiler.first_signature(own, failure)
+        self._is_asked = True
+        self._add(signature, None if request is None else request.inputs[0])
         self._last = self.plan.stages[-1].rank
         self._is_last = self._last == self._control.rank
         self._context.hooks.run()
