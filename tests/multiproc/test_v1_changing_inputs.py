@@ -172,3 +172,44 @@ def test_a_script_may_skip_a_batch_that_does_not_divide(tmp_path, config, ranks,
     for found in run_workers(skips_uneven, ranks, tmp_path, config, uneven):
         for key, expected in plain.state_dict().items():
             torch.testing.assert_close(found[key], expected)
+
+
+class Batch:
+    """Splits itself."""
+
+    def __init__(self, x):
+        self.x = x
+
+    def smp_slice(self, num_mb, mb, axis):
+        return Batch(self.x.chunk(num_mb, axis)[mb])
+
+
+@smp.step
+def step_by_batch(model, batch):
+    loss = (model(batch.x) - batch.x.sum(1, keepdim=True)).square().mean()
+    model.backward(loss)
+
+
+def trained_on_batches(rank, folder):
+    smp.init({"microbatches": 2, "pipeline_parallel_degree": 2})
+    model = smp.DistributedModel(two_layers())
+    x = feed_of(0)
+    for own in (Batch(x), Batch(2 * x)):
+        step_by_batch(model, own if rank == 0 else Batch(torch.empty(0)))
+    gradients = {name: p.grad for name, p in model.local_named_parameters()}
+    smp.shutdown()
+    return gradients
+
+
+def feed_of(seed):
+    return torch.randn(4, 6, generator=torch.Generator().manual_seed(seed))
+
+
+def test_the_last_rank_uses_rank_0s_objects_that_split_themselves(tmp_path):
+    """It computed the loss with its own."""
+    plain = two_layers()
+    for x in (feed_of(0), 2 * feed_of(0)):
+        (plain(x) - x.sum(1, keepdim=True)).square().mean().backward()
+    for found in run_workers(trained_on_batches, 2, tmp_path):
+        for name, gradient in found.items():
+            torch.testing.assert_close(gradient, plain.get_parameter(name).grad)

@@ -175,6 +175,22 @@ def test_a_tensor_that_occurs_twice_is_sent_once():
     assert form.skeleton == {"ids": Slot(0), "labels": Slot(0), "both": [Slot(0), Slot(0)]}
 
 
+def test_rank_0s_objects_that_split_themselves_take_the_place_of_the_last_ranks():
+    """The last rank's own was used, without a word."""
+    x = torch.ones(2)
+    form, tensors = sent({"batch": Sliced([x, x, 3]), "more": [x, Sliced(4)]})
+    assert tensors == [x]
+    merged = merge_arguments(form, {"batch": Sliced([x * 0, x * 0, 5]), "more": None}, tensors)
+    assert merged["batch"].values == [x, x, 3]
+    assert merged["more"][1].values == 4
+    assert form == sent({"batch": Sliced([x, x, 3]), "more": [x, Sliced(4)]})[0]
+
+
+def test_an_object_that_splits_itself_and_has_no_pickle_is_an_error():
+    with pytest.raises(StepError, match="argument batch: expected an object with smp_slice that can be pickled"):
+        form_of({"batch": Sliced(lambda: 1)})
+
+
 def test_what_cannot_be_sent_and_is_not_there_is_an_error():
     form, tensors = form_of({"batch": [torch.ones(1), Unknown()]})
     with pytest.raises(StepError, match=r"argument batch\[1\]"):

@@ -6,7 +6,8 @@ Terms
     arguments     parameter name -> value, as the function's signature binds them. Each keyword that only a `**kwargs` takes has its own
                   name; all of `*args` is one argument called by its name
     body          the function and its rules for splitting
-    form          rank 0's arguments that hold tensors, with a `Slot` for every tensor and a `PlainArgument` for every other leaf
+    form          rank 0's arguments that hold tensors, with a `Slot` for every tensor, a `SlicedArgument` for an object that splits itself,
+                  and a `PlainArgument` for every other leaf
     merged        the last rank's arguments with the form's put in
     container     list, tuple, named tuple, set, frozenset, or mutable mapping (dict and its kin, Hugging Face's ModelOutput and
                   BatchEncoding): opened, and rebuilt of the same type when something inside has changed
@@ -21,7 +22,8 @@ it; any other leaf goes to every microbatch unchanged. A tensor without dimensio
     {'x': tensor([2, 3]), 'scale': 2}
 
 Only pipeline rank 0's tensors count, but the step function runs on the last rank. So the tensors of rank 0's arguments, wherever they are
-in containers, replace the last rank's values at the same place; the last rank's other arguments (model, optimizer, flags) are its own.
+in containers, and its objects that split themselves, replace the last rank's values at the same place; the last rank's other arguments
+(model, optimizer, flags) are its own.
 
     rank 0:  train_step(model, {"x": tensor, "n": 3}, True)     form: {"batch": {"x": Slot(0), "n": Plain(3)}}
     last:    train_step(model, None, True)                      merged: model, {"x": tensor, "n": 3}, True
@@ -34,6 +36,8 @@ Source: public SMP v1 API (`smp.step`).
 from __future__ import annotations
 
 import inspect
+import io
+import pickle
 import zlib
 from collections.abc import Callable, Iterable, Mapping, MutableMapping
 from dataclasses import dataclass
@@ -265,6 +269,61 @@ class PlainArgument:
     sent: bool = False
 
 
+@dataclass(frozen=True, slots=True)
+class SlicedArgument:
+    """Rank 0's object that splits itself: a pickle without its tensors, and these, with whether each is on the CPU."""
+
+    pickled: bytes
+    slots: tuple[tuple[Slot, bool], ...]
+
+    def build(self, tensors: list[Tensor]) -> Any:
+        """The object on another rank."""
+        own = [tensors[slot.index].cpu() if is_on_cpu else tensors[slot.index] for slot, is_on_cpu in self.slots]
+        return _Unpickler(self.pickled, own).load()
+
+
+class _Pickler(pickle.Pickler):
+    """Leaves tensors out, in `slots`."""
+
+    def __init__(self, buffer: io.BytesIO, slot_of: Callable[[Tensor], Slot]) -> None:
+        super().__init__(buffer)
+        self._slot_of = slot_of
+        self.slots: list[tuple[Slot, bool]] = []
+
+    def persistent_id(self, obj: Any) -> int | None:
+        """The number of a tensor."""
+        if not isinstance(obj, Tensor):
+            return None
+        self.slots.append((self._slot_of(obj), obj.is_cpu))
+        return len(self.slots) - 1
+
+
+class _Unpickler(pickle.Unpickler):
+    """Puts tensors back."""
+
+    def __init__(self, pickled: bytes, tensors: list[Tensor]) -> None:
+        super().__init__(io.BytesIO(pickled))
+        self._tensors = tensors
+
+    def persistent_load(self, pid: int) -> Tensor:
+        """The tensor of a number."""
+        return self._tensors[pid]
+
+
+def _taken_apart(value: Any, path: str, slot_of: Callable[[Tensor], Slot]) -> SlicedArgument:
+    """See `SlicedArgument`. StepError for an object that cannot be pickled."""
+    buffer = io.BytesIO()
+    pickler = _Pickler(buffer, slot_of)
+    try:
+        pickler.dump(value)
+    except (pickle.PicklingError, AttributeError, TypeError) as error:
+        raise StepError(
+            f"argument {path}: expected an object with smp_slice that can be pickled, as the rank of the last stage needs pipeline rank "
+            f"0's, found a {type(value).__qualname__}: {error}; define its class at the top level of a module"
+        ) from error
+    return SlicedArgument(buffer.getvalue(), tuple(pickler.slots))
+
+
 @dataclass(frozen=True)
 class ArgumentForm:
     """The form of rank 0's arguments, with the specs of the tensors."""
@@ -278,34 +337,43 @@ class ArgumentForm:
         return tuple(WireFormat.of(f"tensor argument {i}", spec) for i, spec in enumerate(self.specs))
 
 
-def form_of(arguments: Arguments, *, detached: bool = False) -> tuple[ArgumentForm, list[Tensor]]:
+def form_of(
+    arguments: Arguments, *, device: torch.device | None = None, detached: bool = False
+) -> tuple[ArgumentForm, list[Tensor]]:
     """The form of rank 0's arguments, and the tensors to send; one that occurs twice is sent once.
 
-    `detached`: raise StepError for a tensor that requires grad, whose gradient would not come back from the last rank.
+    `device`: of tensors inside of objects that split themselves, on the way. `detached`: raise StepError for a tensor that requires grad,
+    whose gradient would not come back from the last rank.
     """
     tensors: list[Tensor] = []
     specs: list[TensorSpec] = []
-    slots: dict[int, Slot] = {}
+    slots: dict[int, tuple[Slot, Tensor]] = {}  # by identity, while the tensor lives
     holds_tensor = False
 
     def replace(leaf: Any, path: str) -> Any:
         nonlocal holds_tensor
         if isinstance(leaf, nn.Module):
             return PlainArgument()  # the model, as a rule
+        if slices_itself(leaf):
+            holds_tensor = True
+            return _taken_apart(leaf, path, partial(slot_of, path=path))
         if not isinstance(leaf, Tensor):
             leaf = normalise(leaf)
             return PlainArgument(leaf, sent=True) if is_constant(leaf) else PlainArgument()
+        holds_tensor = True
+        return slot_of(leaf, path)
+
+    def slot_of(leaf: Tensor, path: str) -> Slot:
         if detached and leaf.requires_grad:
             raise StepError(
                 f"argument {path} requires grad, but its gradient would not come back: the rank that computes the loss uses a copy, or "
                 "a part of the sequence; pass it detached (.detach()), or put what computes it, or the parameter itself, into the model"
             )
-        holds_tensor = True
         if id(leaf) not in slots:
-            slots[id(leaf)] = Slot(len(tensors))
-            tensors.append(leaf)
+            slots[id(leaf)] = Slot(len(tensors)), leaf
+            tensors.append(leaf if device is None else leaf.to(device))
             specs.append(spec_of(leaf.shape, leaf.dtype, leaf.stride() if leaf.layout is torch.strided else ()))
-        return slots[id(leaf)]
+        return slots[id(leaf)][0]
 
     skeleton: Arguments = {}
     for name, value in arguments.items():
@@ -329,6 +397,8 @@ def merge_arguments(form: ArgumentForm, own: Arguments, tensors: list[Tensor]) -
         def fill(leaf: Any, path: str) -> Any:
             if isinstance(leaf, Slot):
                 return tensors[leaf.index]
+            if isinstance(leaf, SlicedArgument):
+                return leaf.build(tensors)
             if path in leaves and not isinstance(leaves[path], Tensor):
                 return leaves[path]
             if not leaf.sent:

@@ -398,7 +398,7 @@ class Pipeline:
             states.append(RandomState.now(self._session.device))
         check_equal(signatures, body.name)
         drawn = {} if states[0].is_same(states[-1]) else {DRAWS: [as_tensors(each) for each in states[:-1]]}
-        form, tensors = form_of({**arguments, **drawn}, detached=signatures[0].grad_enabled)
+        form, tensors = form_of({**arguments, **drawn}, device=device, detached=signatures[0].grad_enabled)
         asked = signatures[0].with_ones(inputs)
         known = self.programs.lookup(asked, inputs, context.module)
         if known is not None:
