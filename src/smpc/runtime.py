@@ -21,7 +21,9 @@ the model, one for each microbatch, on pipeline rank 0; the other ranks pass Non
 from __future__ import annotations
 
 import contextlib
+import functools
 import warnings
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -43,6 +45,7 @@ from smpc.executor.replicas.group_hooks import StepHooks, innermost
 from smpc.executor.transport import Transport, loopback_transports
 from smpc.observe.observer import Observer, RankRecord, StepCallback, StepWatch, batch_of
 from smpc.observe.window import Window
+from smpc.optimizers.torch_patches import check_optimizers
 from smpc.partitioner.costs.cost import useful_flops
 from smpc.partitioner.graph.plan import Plan
 from smpc.rank_models import RankModels
@@ -95,6 +98,7 @@ class RankPrograms:
         self.trace = compilation.trace
         self.environment = compilation.environment
         self.plan = compilation.plan
+        self.num_ranks = len(compilation.programs)
         self.batch = _batch_size(compilation.trace, compilation.plan)
         self.flops = _flops_of_step(compilation.trace, compilation.plan)
         self._read_inputs, self._written_inputs = _input_reader(compilation.trace), _written_inputs(compilation.trace)
@@ -182,6 +186,10 @@ class Runtime:
     `model`: the whole module, the same on all ranks; `device`: where this rank computes. `hooks(stages)` gives the data-parallel hooks
     (`smpc.executor.StageReplicas`) for the stage modules of the first compilation; later compilations have other modules over the same
     parameters, and keep the hooks. `observer` watches the steps; by default the runtime makes one.
+
+    The script's own optimizers update the parameters of this rank's stages. If there are several ranks, the first step of one that looks at
+    all parameters or all gradients (LBFGS, D-Adaptation, Prodigy, a norm of its own over all) is a ConfigError: each rank would go by its
+    own stages. Classes that are not torch's are tried on small tensors. `checks_optimizers`: False leaves that out.
     """
 
     def __init__(
@@ -193,6 +201,7 @@ class Runtime:
         device: torch.device | str = "cpu",
         hooks: Callable[[Mapping[int, StageModule]], StepHooks | None] = lambda stages: None,
         observer: Observer | None = None,
+        checks_optimizers: bool = True,
     ) -> None:
         self._model, self._rank, self._transport = model, rank, transport
         self.device = torch.device(device)
@@ -205,6 +214,11 @@ class Runtime:
         self._programs: list[RankPrograms] = []
         self._running: Interpreter | None = None
         self._kept: KeptParameters | None = None  # unless its environment is checked elsewhere
+        if checks_optimizers:
+            undo = check_optimizers(
+                functools.partial(_stages_in, weakref.ref(self)), "one pipeline rank", are_whole=True
+            )
+            weakref.finalize(self, undo)
 
     @property
     def stages(self) -> Mapping[int, StageModule]:
@@ -315,6 +329,15 @@ class Runtime:
             if self._shards is not None:
                 exchange(self._model, self._shards.exchanged)
         return self._hooks
+
+
+def _stages_in(found: weakref.ref[Runtime], held: Sequence[Tensor]) -> str:
+    """What of a model an optimizer's parameters are, if other ranks have the rest."""
+    runtime = found()
+    if runtime is None or not runtime._programs or runtime._programs[0].num_ranks == 1:
+        return ""
+    own = {id(parameter) for stage in runtime.stages.values() for parameter in stage.parameters()}
+    return "the stages of one rank of a pipeline" if any(id(each) in own for each in held) else ""
 
 
 class LoopbackRuntime:

@@ -159,17 +159,23 @@ def held_by(optimizer: Optimizer) -> list[Tensor]:
 _checks: weakref.WeakSet[Callable[..., Any]] = weakref.WeakSet()
 
 
-def check_optimizers(parts_in: Callable[[Sequence[Tensor]], str], way_out: str) -> Undo:
+def check_optimizers(parts_in: Callable[[Sequence[Tensor]], str], way_out: str, *, are_whole: bool = False) -> Undo:
     """Have the first step of an optimizer that looks at whole parameters raise ConfigError where this rank has parts of them.
 
-    `parts_in` the optimizer's parameters: what parts they are, in words; empty, if all are whole.
+    `parts_in` the optimizer's parameters: what parts they are, in words; empty, if all are whole. `are_whole`: each parameter is whole,
+    and others are elsewhere.
     """
     checked: weakref.WeakSet[Optimizer] = weakref.WeakSet()
 
     def check(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         if optimizer not in checked:
             parts = parts_in(held_by(optimizer))
-            if parts and not _counts_all_parts(optimizer):
+            if parts and are_whole and looks_at_others(optimizer):
+                raise ConfigError(
+                    f"{type(optimizer).__name__}: expected an optimizer whose update of a parameter depends on that parameter alone, found "
+                    f"one in which the gradient of one changes the update of another, for {parts}; use another optimizer, or {way_out}"
+                )
+            if parts and not are_whole and not _counts_all_parts(optimizer):
                 raise ConfigError(
                     f"{type(optimizer).__name__}: expected an optimizer whose update of an element depends on that element alone, found "
                     f"one that gives other values to the halves of a tensor than to the whole of it, or that looks at the gradients of all "

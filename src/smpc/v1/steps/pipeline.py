@@ -212,6 +212,7 @@ class Pipeline:
             device=session.device,
             hooks=hooks,
             observer=context.observer,
+            checks_optimizers=False,  # DistributedOptimizer does
         )
         self.programs = ProgramTable(session.config.program_cache_size)
         self._memories: dict[int, Memory] = {}

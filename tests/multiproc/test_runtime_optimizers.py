@@ -1,0 +1,57 @@
+"""Optimizers of scripts that run `smpc.Runtime`: those that look at all parameters are refused where other ranks have some."""
+
+import pytest
+import torch
+from executor_harness import run_workers
+from torch import nn
+
+import smpc
+from smpc.errors import ConfigError
+from smpc.executor.transport.gloo import GlooTransport
+from smpc.runtime import Runtime
+
+
+class ByOneNorm(torch.optim.SGD):
+    """Divides by the norm of all gradients that it sees."""
+
+    def step(self, closure=None):
+        gradients = [p.grad for group in self.param_groups for p in group["params"] if p.grad is not None]
+        norm = torch.stack([each.norm() for each in gradients]).norm()
+        for each in gradients:
+            each /= norm
+        return super().step(closure)
+
+
+def made():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 2)), torch.randn(4, 6)
+
+
+def tried(rank, folder):
+    model, x = made()
+    compilation = smpc.compile_model(model, x, pipeline_parallel_degree=2, microbatches=2)
+    runtime = Runtime(model, rank=rank, transport=GlooTransport(torch.distributed.group.WORLD))
+    number = runtime.install(compilation)
+    runtime.run(
+        number,
+        [((part,), {}) for part in x.chunk(2)] if rank == 0 else None,
+        (lambda microbatch, output: [(output.square().mean() / 2, None)]) if rank == 1 else None,
+        training=True,
+    )
+    own = [p for stage in runtime.stages.values() for p in stage.parameters()]
+    before = [p.detach().clone() for p in own]
+    with pytest.raises(
+        ConfigError, match="the gradient of one changes the update of another, for the stages of one rank"
+    ):
+        ByOneNorm(own, lr=0.1).step()
+    assert all(map(torch.equal, own, before))
+    torch.optim.AdamW(own, lr=0.1).step()
+    other = nn.Linear(2, 2)
+    other(torch.ones(1, 2)).sum().backward()
+    ByOneNorm(other.parameters(), lr=0.1).step()  # no stage of the runtime
+    return True
+
+
+def test_an_optimizer_that_looks_at_all_parameters_is_refused(tmp_path):
+    """Each rank took the norm of its own stages, without a word."""
+    assert all(run_workers(tried, 2, tmp_path))
