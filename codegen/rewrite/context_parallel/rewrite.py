@@ -61,7 +61,7 @@ from smpc.codegen.rewrite.tensor_parallel.strategy import Facts, Strategy, argum
 from smpc.config.planner import CONTEXT_LAYOUTS, CONTEXT_METHODS
 from smpc.errors import ConfigError
 from smpc.tracer.constants import Ref
-from smpc.tracer.ir import Node, NodeKind, Trace
+from smpc.tracer.ir import Node, NodeKind, TensorSpec, Trace
 from smpc.tracer.targets import TENSOR_OPS
 
 METHODS = CONTEXT_METHODS
@@ -395,17 +395,24 @@ def _check_lengths(trace: Trace, inputs: Mapping[str, Dims], degree: int, layout
 
 
 def _uncut(trace: Trace, inputs: Mapping[str, Dims], pieces: int, plan: ContextPlan) -> list[str]:
-    """Sequences that cannot be cut in so many pieces: of the inputs that the plan names, otherwise of token ids, [batch, sequence]."""
+    """Sequences that cannot be cut in so many pieces: of the inputs that the plan names, otherwise of token ids, [batch, sequence].
+
+    Of integers only those that are as long as the longest ones are taken for token ids; shorter ones (categories, say) may stay whole.
+    """
     named = {name for name, _ in plan.dims}
+    given = [node for node in trace.nodes if node.kind is NodeKind.PLACEHOLDER and node.spec is not None]
+    integers = {node.target: node.spec.shape[1] for node in given if node.spec is not None and _is_integers(node.spec)}
+    tokens = {name for name, length in integers.items() if length == max(integers.values())}
     wrong = []
-    for node in trace.nodes:
-        if node.kind is not NodeKind.PLACEHOLDER or node.spec is None:
-            continue
-        is_tokens = len(node.spec.shape) == 2 and node.spec.dtype in ("int64", "int32")
-        if node.target in named or (is_tokens and not named):
+    for node in given:
+        if node.spec is not None and node.target in (named or tokens):
             sizes = [(dim, node.spec.shape[dim]) for dim in sorted(inputs[node.name])]
             wrong += [f"{node.target} has {size} in dimension {dim}" for dim, size in sizes if size % pieces]
     return wrong
+
+
+def _is_integers(spec: TensorSpec) -> bool:
+    return len(spec.shape) == 2 and spec.dtype in ("int64", "int32")
 
 
 def _whole_operations(facts: Facts, sequence: SequenceDims, choice: ShardingChoice) -> tuple[WholeOperations, ...]:

@@ -276,6 +276,25 @@ def test_losses_of_slices_are_over_all_tokens(layout):
     assert {c.function for c in module.rewritten.sharded.collectives if c.forward_bytes} == {"all_reduce"}
 
 
+class WithCategories(nn.Module):
+    """Integers beside the tokens, of a length of their own."""
+
+    def __init__(self):
+        super().__init__()
+        self.table, self.kinds, self.head = nn.Embedding(64, 16), nn.Embedding(9, 16), nn.Linear(16, 64)
+
+    def forward(self, input_ids, categories):
+        x = self.table(input_ids) + self.kinds(categories).mean(1, keepdim=True)
+        return torch.nn.functional.cross_entropy(self.head(x).flatten(0, 1), input_ids.flatten())
+
+
+@pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
+def test_integers_that_are_no_sequence_may_have_any_length(layout):
+    """They were refused, as sequences that cannot be cut."""
+    ids = torch.randint(64, (2, 16), generator=torch.Generator().manual_seed(1))
+    check(lambda: (WithCategories(), {"input_ids": ids, "categories": ids[:, :5] % 9}), 2, layout=layout)
+
+
 def test_one_rank_runs_as_one_process():
     ((_, found),), whole = on_ranks([TensorGroup()], MODELS["llama"])
     assert_alike(found, whole)
