@@ -181,3 +181,36 @@ def parts(rank, folder):
 
 def test_parts_divisors_and_dtypes(tmp_path):
     assert run_workers(parts, 4, tmp_path) == [None] * 4
+
+
+class Repeated(nn.Module):
+    """Its outputs have one memory: one comes twice, and another is a view of it; all of them are views, if `is_view`."""
+
+    def __init__(self, *, is_view):
+        super().__init__()
+        self.layer, self.is_view = nn.Linear(4, 6), is_view
+
+    def forward(self, x):
+        y = self.layer(x)
+        return (y.view(3, 4), y.view(3, 4)[:0], None) if self.is_view else (y, y[:, 0], y)
+
+
+def in_place(rank, folder, is_view):
+    mesh = mesh_of(rank, 2, 2)
+    torch.manual_seed(0)
+    plain, parts = Repeated(is_view=is_view), Repeated(is_view=is_view)
+    parts.load_state_dict(plain.state_dict())
+    shard(parts, [], mesh)
+    found = []
+    for model in (plain, parts):
+        one, some, same = model(torch.ones(2, 4))
+        one.mul_(3)
+        loss = (one if same is None else same).square().sum() + some.sum()
+        loss.backward()
+        found.append([loss.detach(), *(whole(parameter.grad) for parameter in model.parameters())])
+    torch.testing.assert_close(found[1], found[0], rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("is_view", [False, True])
+def test_outputs_that_share_memory_may_be_written_in_place(tmp_path, is_view):
+    assert run_workers(in_place, 2, tmp_path, is_view) == [None] * 2

@@ -237,6 +237,11 @@ class EffectWatch:
         """Autograd keeps a parameter or buffer for the backward."""
         self._keeping.append(storage)
 
+    def note_statistics(self, storages: Iterable[int]) -> None:
+        """This call writes running statistics: autograd keeps them, but its backward needs those of the batch alone."""
+        written = set(storages)
+        self._keeping = [storage for storage in self._keeping if storage not in written]
+
     def note_overwritten(self, storages: Iterable[int]) -> None:
         """A call writes in place, autograd knowing of it or not."""
         for storage in storages:

@@ -227,8 +227,10 @@ class Recorder(TorchFunctionMode):
         out = self._run(func, args, kwargs)
         results = list(tensors_in(out))
         written = [tensor for tensor, version in before if version_of(tensor) != version]
+        statistics = running_statistics(func, args, kwargs)
+        self.watch.note_statistics([self._tensors.storage(tensor) for tensor in statistics])
+        written += statistics
         self.watch.note_overwritten([self._tensors.storage(tensor) for tensor in written])
-        written += running_statistics(func, args, kwargs)
         unchanged = not results or (isinstance(out, torch.Tensor) and any(out is tensor for tensor, _ in before))
         if has_effect or is_assertion(func):
             written = [args[0]]  # what comes later finds another tensor, or is not reached

@@ -360,8 +360,26 @@ def _shards_emptied(device_type: str) -> Callable[[Tensor], Tensor]:
 
 
 def _without_views(module: nn.Module, inputs: object, output: Any) -> Any:
-    """Outputs that are views come as copies: an in-place operation on a view would drop what gathers parameters for the backward."""
-    return map_tensors(lambda value: value.clone() if value._is_view() and value.requires_grad else value, output)
+    """Outputs that are views come as copies: an in-place operation on a view would drop what gathers parameters for the backward.
+
+    An output that comes several times stays one tensor. Views of another output stay what they are: their gradients come to that, too.
+    """
+    whole: set[int] = set()
+    copies: dict[int, Tensor] = {}
+
+    def note(value: Tensor) -> Tensor:
+        if not value._is_view():
+            whole.add(id(value))
+        return value
+
+    def own(value: Tensor) -> Tensor:
+        if not (value._is_view() and value.requires_grad) or id(value._base) in whole:
+            return value
+        if id(value) not in copies:
+            copies[id(value)] = value.clone()
+        return copies[id(value)]
+
+    return map_tensors(own, map_tensors(note, output))
 
 
 def _precision_policy(options: ShardingOptions, wide: bool, *, is_root: bool) -> MixedPrecisionPolicy:

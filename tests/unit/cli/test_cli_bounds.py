@@ -117,7 +117,8 @@ def refused(folder, capsys, monkeypatch):
         assert main(arguments) == 2
         assert time.process_time() - begin < 5.0
         out, err = capsys.readouterr()
-        (line,) = err.splitlines()
+        *progress, line = err.splitlines()
+        assert all(each.endswith(" so far") for each in progress)  # a line every 10 s
         assert line.startswith("smpc: error: ")
         assert len(line) < 4200
         assert out == ""

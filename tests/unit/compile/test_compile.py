@@ -223,3 +223,29 @@ def test_a_schedule_of_list_that_is_given_stays():
         write_programs(found).programs
         == write_programs(schedule_plan(traced.trace, found.plan, other.schedule)).programs
     )
+
+
+class Normed(nn.Module):
+    """A BatchNorm that is called twice, the second time by running statistics or by those of the batch."""
+
+    def __init__(self, *, by_running):
+        super().__init__()
+        self.first, self.norm, self.last = nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 4)
+        self.by_running = by_running
+
+    def forward(self, x):
+        x = self.first(x)
+        y, norm = self.norm(x), self.norm
+        again = nn.functional.batch_norm(
+            x, norm.running_mean, norm.running_var, norm.weight, norm.bias, not self.by_running
+        )
+        return self.last(y + again)
+
+
+def test_running_statistics_that_a_backward_needs_are_not_written_under_way():
+    options = {"pipeline_parallel_degree": 2, "microbatches": 2}
+    compile_model(Normed(by_running=False).train(), {"x": X}, **options)
+    compile_model(Normed(by_running=True).train(), {"x": X}, **options | {"microbatches": 1})
+    compile_model(Normed(by_running=True).eval(), {"x": X}, **options)
+    with pytest.raises(PartitionError, match=r"norm\.running_mean: needed as it was at .*, written in place at"):
+        compile_model(Normed(by_running=True).train(), {"x": X}, **options)
