@@ -15,15 +15,12 @@ num_microbatches).backward()` summed over the microbatches. A loss scale divides
 from __future__ import annotations
 
 import copy
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass
-from types import FunctionType, ModuleType
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
 from smpc.errors import StepError
@@ -31,11 +28,12 @@ from smpc.sample_inputs import Inputs
 from smpc.tracer.ir import Autocast
 from smpc.v1.session.precision import HALVES
 from smpc.v1.steps.arguments import map_leaves
+from smpc.v1.steps.given_inputs import GivenInputs
+from smpc.v1.steps.tensors_within import tensors_within
 
 Tensors = Tensor | Sequence[Tensor]
 Gradients = Tensor | Sequence[Tensor | None] | None
 Roots = list[tuple[Tensor, Tensor | None]]
-_CLOSED = (str, bytes, int, float, complex, type(None), type, FunctionType, ModuleType, nn.Module)
 
 
 def autocast_of_step_function() -> Autocast | None:
@@ -110,12 +108,23 @@ class Capture:
 
 
 class Tail:
-    """One microbatch on the rank of the last stage. `scale`: the divisor of gradients. `model`: the script's."""
+    """One microbatch on the rank of the last stage. `scale`: the divisor of gradients. `model`: the script's. `before`: what the model
+    was given when the function ran up to it, if that is to be compared. `shared`: why a loss must not use a parameter by itself."""
 
-    def __init__(self, step_name: str, output: Any, scale: float, model: nn.Module) -> None:
+    def __init__(
+        self,
+        step_name: str,
+        output: Any,
+        scale: float,
+        model: nn.Module,
+        before: GivenInputs | None = None,
+        shared: Callable[[nn.Parameter], str] = lambda _: "",
+    ) -> None:
         self._step_name = step_name
         self._output = output
         self._model = model
+        self._before = before
+        self._shared = shared
         self._first_node = 0  # of autograd, that the step function makes from the outputs on
         self._scale = scale
         self.called = False
@@ -132,13 +141,16 @@ class Tail:
         if self.called:
             raise _called_twice(self._step_name)
         self.called = True
+        if self._before is not None:
+            self._before.check((args, dict(kwargs)), self._step_name)
         output, self._output = self._output, None
         self._outputs.watch(output)
         self._first_node = torch.autograd._get_sequence_nr()  # type: ignore[attr-defined]
         return output
 
     def backward(self, tensors: Tensors, gradients: Gradients) -> None:
-        """Note the roots. Raises StepError where the loss uses parameters outside of the model: other ranks would not train them alike."""
+        """Note the roots. Raises StepError where the loss uses parameters outside of the model, which other ranks would not train alike, or
+        those of the model that ranks share."""
         if not self.called:
             raise _too_early(self._step_name)
         if self.roots is not None:
@@ -152,6 +164,12 @@ class Tail:
                 f"step function {self._step_name}: expected a loss whose parameters belong to the model, found others, of shape "
                 f"{', '.join(map(str, foreign))}; only the rank that computes the loss would train them, or each with a part of their "
                 "gradient: make their module (a criterion, a head) a part of the model, or freeze it with requires_grad_(False)"
+            )
+        for why in filter(None, map(self._shared, used)):
+            raise StepError(
+                f"step function {self._step_name}: expected a loss of the model's outputs, found one that uses the model's parameters "
+                f"by itself (a penalty on weights), where {why}; compute it inside the model and return it, or use the optimizer's "
+                "weight_decay"
             )
         self.roots = roots
         self.losses = losses_of(tensors, gradients)
@@ -305,47 +323,6 @@ def _cast(values: Any, function: Callable[[Tensor], Tensor], around: tuple[Any, 
         return changed
 
     return map_leaves(values, leaf, "")
-
-
-def tensors_within(value: Any) -> Iterator[Tensor]:
-    """Every tensor reachable from a value, once: through containers, torch's pytrees, and attributes of objects of any class.
-
-    `forward` may return a class of the script's own, which pytree does not know.
-    """
-    seen: set[int] = set()
-    waiting = [value]
-    while waiting:
-        for leaf in tree_leaves(waiting.pop()):
-            if isinstance(leaf, _CLOSED) or id(leaf) in seen:
-                continue
-            seen.add(id(leaf))
-            if isinstance(leaf, Tensor):
-                yield leaf
-            else:
-                waiting += _held_values(leaf)
-
-
-def _held_values(value: Any) -> list[Any]:
-    """The values that an object holds directly."""
-    found: list[Any] = []
-    if isinstance(value, Mapping):
-        found += value.values()
-    elif isinstance(value, (list, tuple, set, frozenset, deque)):
-        found += value
-    found += getattr(value, "__dict__", {}).values()
-    for slot in _slot_names(type(value)):
-        if hasattr(value, slot):
-            found.append(getattr(value, slot))
-    return found
-
-
-def _slot_names(cls: type) -> Iterable[str]:
-    """The attributes in the slots of a class."""
-    for each in cls.__mro__:
-        slots = each.__dict__.get("__slots__", ())
-        for slot in (slots,) if isinstance(slots, str) else slots:
-            hidden = slot.startswith("__") and not slot.endswith("__")
-            yield f"_{each.__name__.lstrip('_')}{slot}" if hidden else slot
 
 
 def _too_early(step_name: str) -> StepError:

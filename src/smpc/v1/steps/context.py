@@ -180,3 +180,10 @@ class StepContext:
     def has_program(self) -> bool:
         """Whether steps run compiled programs and not the model itself."""
         return self.session.mesh.pp_size > 1 or self.tensors is not None or self.sequences is not None
+
+    def shared_use_of(self, parameter: nn.Parameter) -> str:
+        """What a use of a parameter by a loss itself, beside the model, would count wrongly; "" where it is right."""
+        if self.sequences is not None:
+            return "each rank that shares sequences would add its gradient"
+        model = self.script.model
+        return "this rank has a slice of one" if model is not None and model.is_distributed_parameter(parameter) else ""

@@ -33,7 +33,7 @@ that every rank comes to the end and all can raise it.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -60,6 +60,7 @@ from smpc.v1.steps.calls import Capture, Captured, Tail
 from smpc.v1.steps.context import StepContext
 from smpc.v1.steps.context_parallel import SharedSequences, digests_of
 from smpc.v1.steps.draws import DRAWS, Sent, as_tensors, drawing_from
+from smpc.v1.steps.given_inputs import GivenBefore, GivenElsewhere, GivenInputs
 from smpc.v1.steps.programs.compiler import Compiler
 from smpc.v1.steps.programs.signature import (
     ModeReader,
@@ -87,6 +88,7 @@ class LastRank:
     """The step function in one step.
 
     `arguments` returns the arguments of every microbatch, once they have arrived, and the random states to run it from, if it draws.
+    `before`: what the function has given the model in every microbatch when it ran up to it, if that is to be compared.
     """
 
     def __init__(
@@ -95,11 +97,13 @@ class LastRank:
         body: StepBody,
         arguments: Callable[[], list[tuple[Arguments, Sent | None]]],
         trains: bool,
+        before: Sequence[GivenInputs] = (),
     ) -> None:
         self._context = context
         self._body = body
         self._arguments = arguments
         self._trains = trains
+        self._before = before
         self._scale = context.divisor / context.precision.loss_scale  # of gradients
         self._microbatches: list[tuple[Arguments, Sent | None]] | None = None
         self._values: dict[int, Returned] = {}
@@ -124,7 +128,9 @@ class LastRank:
         body = self._body
         if self._microbatches is None:
             self._microbatches = self._arguments()
-        tail = self._context.calls = Tail(body.name, output, self._scale, self._context.module)
+        before = self._before[microbatch] if self._before else None
+        tail = Tail(body.name, output, self._scale, self._context.module, before, self._context.shared_use_of)
+        self._context.calls = tail
         try:
             arguments, states = self._microbatches[microbatch]
             with drawing_from(states, self._context.session.device):
@@ -173,6 +179,7 @@ class StepRequest:
     form: ArgumentForm
     tensors: list[Tensor]
     arguments: Arguments
+    before: list[GivenBefore]
     program: int = _NEW
 
 
@@ -222,6 +229,7 @@ class Pipeline:
         self.saved_plan: Plan | None = None  # of the checkpoint to resume from
         self._phase = "between steps"
         self._is_done = False  # the instructions of this step
+        self._given: list[GivenElsewhere] = []  # in this step, if rank 0 has told
         self._is_asked = False  # this step, without an error: what follows is not for this pipeline alone to give up
 
     @property
@@ -292,6 +300,7 @@ class Pipeline:
         """
         self._phase = f"the start of step function {body.name}"
         self._is_done = self._is_asked = False
+        self._given = []
         self._versions.poll()
         request: StepRequest | None = None
         failure: Exception | None = None
@@ -325,7 +334,8 @@ class Pipeline:
             self._control.send(request.tensors, form.formats, self._last)
         tail: LastRank | None = None
         if self._is_last:
-            tail = LastRank(self._context, body, self._arguments(body, own, form, request), trains)
+            arguments = self._arguments(body, own, form, request)
+            tail = LastRank(self._context, body, arguments, trains, self._given_before(memory, request))
         with torch._C.DisableTorchFunctionSubclass():
             self._modes.check(signature.modes)
         if self._control.rank != 0:  # which has compared it when it looked for the program
@@ -376,6 +386,7 @@ class Pipeline:
         with torch._C.DisableTorchFunctionSubclass():  # absent parameters are read like others, and as fast
             modes = self._modes.read()
         inputs: list[Inputs] = []
+        before: list[GivenBefore] = []
         signatures: list[Signature] = []
         states = [RandomState.now(self._session.device)]
         for index, microbatch in enumerate(microbatches):
@@ -395,6 +406,7 @@ class Pipeline:
                     f"step function {body.name} returned without calling the model; call model(...) in it once"
                 )
             inputs.append(capture.inputs)
+            before.append(GivenBefore(capture.inputs))
             signatures.append(read_signature(capture.inputs, modes, capture.grad_enabled, capture.autocast))
             states.append(RandomState.now(self._session.device))
         check_equal(signatures, body.name)
@@ -403,8 +415,8 @@ class Pipeline:
         asked = signatures[0].with_ones(inputs)
         known = self.programs.lookup(asked, inputs, context.module)
         if known is not None:
-            return StepRequest(inputs, self.programs.entries[known][0], form, tensors, arguments, known)
-        return StepRequest(inputs, self._compiler.answered(asked, inputs), form, tensors, arguments)
+            return StepRequest(inputs, self.programs.entries[known][0], form, tensors, arguments, before, known)
+        return StepRequest(inputs, self._compiler.answered(asked, inputs), form, tensors, arguments, before)
 
     def _agree_on(
         self, sequences: SharedSequences, body: StepBody, request: StepRequest | None, failure: Exception | None
@@ -448,8 +460,17 @@ class Pipeline:
             program = self._add(signature)
         self.programs.use(program)
         if not same_form:
-            memory.arguments = control.broadcast_object(None if request is None else request.form, 0)
+            given = None
+            if request is not None:
+                given = request.form, [GivenElsewhere.of(each) for each in request.inputs]
+            memory.arguments, self._given = control.broadcast_object(given, 0)
         return program
+
+    def _given_before(self, memory: Memory, request: StepRequest | None) -> Sequence[GivenInputs]:
+        """What the last rank compares with in this step."""
+        if request is None:
+            return self._given
+        return request.before if self._session.device.type == "cpu" or memory.results is None else ()
 
     def _arguments(
         self, body: StepBody, own: OwnArguments, form: ArgumentForm, request: StepRequest | None

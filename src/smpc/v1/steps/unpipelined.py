@@ -36,11 +36,12 @@ from smpc.observe.observer import StepWatch, batch_of
 from smpc.sample_inputs import Inputs
 from smpc.tracer.ir import Autocast
 from smpc.v1.steps.arguments import Arguments, StepBody, on_device
-from smpc.v1.steps.calls import Gradients, LocalCall, Tensors, make_roots, tensors_within
+from smpc.v1.steps.calls import Gradients, LocalCall, Tensors, make_roots
 from smpc.v1.steps.context import StepContext
 from smpc.v1.steps.programs.signature import ModeReader, Signature, read_signature
 from smpc.v1.steps.results import Losses, agree, read_results, take
 from smpc.v1.steps.same_layers import SameLayers
+from smpc.v1.steps.tensors_within import tensors_within
 
 
 class Direct:
