@@ -53,6 +53,16 @@ class OfRank:
         return x * self.own
 
 
+class Shuffled:
+    """The same elements in another order on each rank."""
+
+    def __init__(self, rank):
+        self.order = torch.arange(6).roll(rank)
+
+    def __call__(self, x, output):
+        return x[:, self.order]
+
+
 class Prepared:
     """Its argument alone, in values that are not equal to themselves and at random."""
 
@@ -99,6 +109,7 @@ def train(rank, folder, config, kind):
         (PIPELINE, Following, True),
         (TENSOR, Following, True),
         (PIPELINE, OfRank, True),
+        (PIPELINE, Shuffled, True),
         (PIPELINE, Prepared, False),
     ],
 )

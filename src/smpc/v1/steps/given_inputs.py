@@ -8,7 +8,7 @@ the model's outputs. That is a StepError:
     last rank    model(x + 0.1 * n) with n = 3, 4, if it is rank 0 too
 
     GivenBefore       for the same rank: compared by value, in every step on a CPU, in a function's first step elsewhere
-    GivenElsewhere    for another rank: what sums and digests tell, in a function's first step
+    GivenElsewhere    for another rank: by digests and samples, in a function's first step and where its arguments have another form
 """
 
 from __future__ import annotations
@@ -23,9 +23,11 @@ from torch import Tensor, nn
 
 from smpc.errors import StepError
 from smpc.sample_inputs import Inputs
+from smpc.v1.layout.placement import digest_of
 from smpc.v1.steps.tensors_within import tensors_within
 
 _ERROR = 1e-3  # of sums in another order, or on another device
+_SAMPLES = 256  # of a tensor
 
 
 class GivenInputs(Protocol):
@@ -53,52 +55,50 @@ class GivenBefore:
 class GivenElsewhere:
     """Parts of sequences are not compared."""
 
-    sums: tuple[_Sums, ...]
+    summaries: tuple[_Summary, ...]
 
     @classmethod
     def of(cls, inputs: Inputs) -> GivenElsewhere:
         """What another rank needs to know of a microbatch's inputs."""
-        return cls(tuple(_Sums.of(each) for each in _compared(inputs)))
+        return cls(tuple(_Summary.of(each) for each in _compared(inputs)))
 
     def check(self, inputs: Inputs, step_name: str) -> None:
         """StepError unless the model is given the same again."""
-        again = [_Sums.of(each) for each in _compared(inputs)]
-        pairs = zip(self.sums, again, strict=True) if len(again) == len(self.sums) else ()
+        again = [_Summary.of(each) for each in _compared(inputs)]
+        pairs = zip(self.summaries, again, strict=True) if len(again) == len(self.summaries) else ()
         if any(before.differ(now) for before, now in pairs):
             raise _changed(step_name)
 
 
 @dataclass(frozen=True, slots=True)
-class _Sums:
-    """Of a tensor's finite elements, and of their sizes; weighted ones of whole numbers, which are the same on all devices."""
+class _Summary:
+    """Of numbers with fractions: some of them, evenly spread, and the mean size of the finite ones. A digest of other tensors."""
 
     form: tuple[tuple[int, ...], str]
-    total: float | int
-    size: float
-    is_whole: bool
+    digest: str = ""
+    some: tuple[float, ...] = ()
+    size: float = 0.0
 
     @classmethod
     @torch.no_grad()
-    def of(cls, tensor: Tensor) -> _Sums:
+    def of(cls, tensor: Tensor) -> _Summary:
         form = tuple(tensor.shape), str(tensor.dtype)
-        flat = tensor.reshape(-1)
-        if not (tensor.is_floating_point() or tensor.is_complex()):
-            weights = torch.arange(1, flat.numel() + 1, device=tensor.device)
-            return cls(form, int((flat.long() * weights).sum()), 0.0, True)
-        flat = torch.view_as_real(flat).reshape(-1) if tensor.is_complex() else flat
-        wide = flat.to(torch.float32 if tensor.device.type == "mps" else torch.float64).nan_to_num(0.0, 0.0, 0.0)
-        return cls(form, float(wide.sum()), float(wide.abs().sum()), False)
+        if not tensor.numel() or not (tensor.is_floating_point() or tensor.is_complex()):
+            return cls(form, digest_of(tensor))
+        flat = torch.view_as_real(tensor.resolve_conj()).reshape(-1) if tensor.is_complex() else tensor.reshape(-1)
+        finite = flat.float().nan_to_num(0.0, 0.0, 0.0)
+        count = min(len(finite), _SAMPLES)
+        spread = torch.arange(count, device=finite.device) * (len(finite) - 1) // max(1, count - 1)
+        return cls(form, "", tuple(finite[spread].tolist()), float(finite.abs().mean()))
 
-    def differ(self, other: _Sums) -> bool:
+    def differ(self, other: _Summary) -> bool:
         """Whether they are of tensors of one form with other values."""
         if self.form != other.form:
             return False
-        if self.is_whole:
-            return self.total != other.total
-        largest = _ERROR * max(self.size, other.size)
-        return not (
-            math.isclose(self.total, other.total, abs_tol=largest)
-            and math.isclose(self.size, other.size, abs_tol=largest)
+        allowed = _ERROR * max(self.size, other.size)
+        pairs = zip((*self.some, self.size), (*other.some, other.size), strict=True)
+        return self.digest != other.digest or not all(
+            math.isclose(one, two, rel_tol=_ERROR, abs_tol=allowed) for one, two in pairs
         )
 
 

@@ -274,9 +274,7 @@ class Pipeline:
             except AGREED as error:
                 mesh = self._session.mesh
                 agreed = mesh.ep_size if context.experts is not None and mesh.cp_size == 1 else mesh.cp_size
-                waits = (
-                    self._session.is_sharded or context.experts is not None
-                )  # for others, wherever the script goes on
+                waits = self._session.is_sharded or context.experts is not None  # wherever the script goes on
                 is_told = self._is_asked or (waits and self.first is not None)  # else it may leave a batch out
                 if is_told and (mesh.rdp_size if context.experts is None else mesh.dp_size) > agreed:
                     supervision.report(error)  # ranks that have not agreed would wait for this one
