@@ -45,7 +45,7 @@ from smpc.executor.replicas.group_hooks import StepHooks, innermost
 from smpc.executor.transport import Transport, loopback_transports
 from smpc.observe.observer import Observer, RankRecord, StepCallback, StepWatch, batch_of
 from smpc.observe.window import Window
-from smpc.optimizers.torch_patches import check_optimizers
+from smpc.optimizers.torch_patches import check_optimizers, refuse_norms
 from smpc.partitioner.costs.cost import useful_flops
 from smpc.partitioner.graph.plan import Plan
 from smpc.rank_models import RankModels
@@ -189,7 +189,8 @@ class Runtime:
 
     The script's own optimizers update the parameters of this rank's stages. If there are several ranks, the first step of one that looks at
     all parameters or all gradients (LBFGS, D-Adaptation, Prodigy, a norm of its own over all) is a ConfigError: each rank would go by its
-    own stages. Classes that are not torch's are tried on small tensors. `checks_optimizers`: False leaves that out.
+    own stages. Classes that are not torch's are tried on small tensors. So is `torch.nn.utils.clip_grad_norm_` of their parameters; its
+    message says how to clip by the norm of all. `checks_optimizers`: False leaves both out.
     """
 
     def __init__(
@@ -215,10 +216,9 @@ class Runtime:
         self._running: Interpreter | None = None
         self._kept: KeptParameters | None = None  # unless its environment is checked elsewhere
         if checks_optimizers:
-            undo = check_optimizers(
-                functools.partial(_stages_in, weakref.ref(self)), "one pipeline rank", are_whole=True
-            )
-            weakref.finalize(self, undo)
+            parts_in = functools.partial(_stages_in, weakref.ref(self))
+            weakref.finalize(self, check_optimizers(parts_in, "one pipeline rank", are_whole=True))
+            weakref.finalize(self, refuse_norms(parts_in))
 
     @property
     def stages(self) -> Mapping[int, StageModule]:

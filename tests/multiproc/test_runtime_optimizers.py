@@ -1,4 +1,4 @@
-"""Optimizers of scripts that run `smpc.Runtime`: those that look at all parameters are refused where other ranks have some."""
+"""Scripts that run `smpc.Runtime`: optimizers and norms that look at all parameters are refused where other ranks have some."""
 
 import pytest
 import torch
@@ -45,13 +45,30 @@ def tried(rank, folder):
     ):
         ByOneNorm(own, lr=0.1).step()
     assert all(map(torch.equal, own, before))
+    gradients = [p.grad.clone() for p in own]
+    with pytest.raises(ConfigError, match="clip_grad_norm_: expected all parameters whose gradients have one norm"):
+        torch.nn.utils.clip_grad_norm_(own, 0.1)
+    assert all(torch.equal(p.grad, kept) for p, kept in zip(own, gradients, strict=True))
+    clipped_as_the_message_says(own)
     torch.optim.AdamW(own, lr=0.1).step()
     other = nn.Linear(2, 2)
     other(torch.ones(1, 2)).sum().backward()
+    torch.nn.utils.clip_grad_norm_(other.parameters(), 0.1)
     ByOneNorm(other.parameters(), lr=0.1).step()  # no stage of the runtime
     return True
 
 
-def test_an_optimizer_that_looks_at_all_parameters_is_refused(tmp_path):
+def clipped_as_the_message_says(own):
+    total = torch.nn.utils.get_total_norm([p.grad for p in own]).square()
+    torch.distributed.all_reduce(total)
+    torch.nn.utils.clip_grads_with_norm_(own, 0.1, total.sqrt())
+    plain, x = made()
+    plain(x).square().mean().backward()
+    torch.nn.utils.clip_grad_norm_(plain.parameters(), 0.1)
+    expected = [p.grad for p in plain.parameters() if any(p.shape == each.shape for each in own)]
+    torch.testing.assert_close([p.grad for p in own], expected)
+
+
+def test_what_looks_at_all_parameters_is_refused(tmp_path):
     """Each rank took the norm of its own stages, without a word."""
     assert all(run_workers(tried, 2, tmp_path))

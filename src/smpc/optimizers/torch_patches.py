@@ -110,6 +110,24 @@ def clip_grad_norm_by(clip: Callable[[list[Tensor], float, float, bool], Tensor 
     return make
 
 
+def refuse_norms(parts_in: Callable[[Sequence[Tensor]], str]) -> Undo:
+    """Have `clip_grad_norm_` raise ConfigError for parameters of which other ranks have the rest.
+
+    `parts_in` the parameters: what parts they are, in words; empty, if there are no others.
+    """
+
+    def clip(given: list[Tensor], *_: object) -> None:
+        parts = parts_in(given)
+        if parts:
+            raise ConfigError(
+                f"clip_grad_norm_: expected all parameters whose gradients have one norm, found {parts}: each rank would clip by a norm "
+                "of its own; add up the squares of all ranks' torch.nn.utils.get_total_norm with torch.distributed.all_reduce, each "
+                "shared parameter once, and clip by the root of the sum: torch.nn.utils.clip_grads_with_norm_"
+            )
+
+    return replace_clipping({"clip_grad_norm_": clip_grad_norm_by(clip)})
+
+
 def replace_method(owner: type | types.ModuleType, name: str, make: Maker) -> Undo:
     """Exchange a method of a class, or a function of a module, for what is made of it; the function that undoes it."""
     key = (owner, name)

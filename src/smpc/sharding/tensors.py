@@ -55,14 +55,6 @@ def own_part_of_sharded(parameter: Tensor, tensor: Tensor) -> Tensor:
     return tensor
 
 
-def own_start_of_sharded(tensor: Tensor) -> int:
-    """The first row of this rank's part of a tensor."""
-    if not isinstance(tensor, DTensor):
-        return 0
-    _, offsets = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
-    return int(offsets[0]) if offsets else 0
-
-
 def as_state_of(parameter: Tensor, value: Any) -> Any:
     """An optimizer's state for a parameter, sharded like the parameter: `value` may be whole, or this rank's part. Other values stay."""
     if not isinstance(parameter, DTensor) or not isinstance(value, Tensor) or isinstance(value, DTensor):

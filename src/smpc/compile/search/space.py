@@ -145,11 +145,6 @@ class Candidate:
         return replace(self, schedule="", offload=0)
 
     @property
-    def num_parts(self) -> int:
-        """Microbatches of all replicas together: what the global batch is split into."""
-        return self.microbatches * self.data_parallel_degree
-
-    @property
     def num_stages(self) -> int:
         """Stages of all ranks."""
         return self.pipeline_parallel_degree * self.virtual_pipeline_degree
