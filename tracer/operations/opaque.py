@@ -37,6 +37,7 @@ from __future__ import annotations
 
 import copy
 import math
+import mmap
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -247,12 +248,23 @@ class _InventedValues:
         if not isinstance(tensor, nn.Parameter):
             is_real = tensor.device.type == "cpu"
             return tensor.detach().clone() if is_real else torch.zeros(tensor.shape, dtype=tensor.dtype)
-        if tensor.numel() > _LARGE_PARAMETER or not tensor.dtype.is_floating_point:
-            # Memory that is never written costs nothing: a mixture of experts may be larger than this machine.
+        if tensor.numel() > _LARGE_PARAMETER:
+            drawn = _unwritten_zeros(tensor)
+        elif not tensor.dtype.is_floating_point:
             drawn = torch.zeros(tensor.shape, dtype=tensor.dtype)
         else:
             drawn = (0.1 * torch.randn(tensor.shape, generator=self._generator)).to(tensor.dtype)
         return nn.Parameter(drawn, tensor.requires_grad)
+
+
+def _unwritten_zeros(like: torch.Tensor) -> torch.Tensor:
+    """Zeros in pages that take memory only once they are written: a mixture of experts may be larger than this machine.
+
+    `torch.zeros` writes them all.
+    """
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | getattr(mmap, "MAP_NORESERVE", 0)
+    pages = mmap.mmap(-1, like.numel() * like.element_size(), flags=flags)
+    return torch.frombuffer(pages, dtype=torch.uint8).view(like.dtype).view(like.shape)
 
 
 def _extend_probe(runs: list[Probe], size: int, class_name: str) -> Probe:
