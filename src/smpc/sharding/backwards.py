@@ -89,6 +89,7 @@ class Backwards:
         group.pre_backward = functools.partial(self._reach, group.pre_backward)
         group.post_backward = functools.partial(self._reduce, number, group, group.post_backward)
         module: nn.Module = unit
+        module.register_forward_pre_hook(functools.partial(_ready_again, state, group), prepend=True)
         module.register_forward_pre_hook(functools.partial(self._enter, number), with_kwargs=True)
         module.register_forward_hook(functools.partial(self._leave, number))
         return final
@@ -315,6 +316,18 @@ class Backwards:
 def is_in_backward() -> bool:
     """Whether autograd is at work."""
     return torch._C._current_graph_task_id() != -1
+
+
+def _ready_again(state: Any, group: Any, *_: object) -> None:
+    """Before a backward runs a unit again whose gradients it has reduced already, for another call of the forward.
+
+    With `checkpoint(use_reentrant=True)` torch takes the rest of such a backward to be the unit's own. It then reduces none of it.
+    """
+    is_over = (
+        state._training_state is TrainingState.PRE_BACKWARD and group._training_state is TrainingState.POST_BACKWARD
+    )
+    if is_over and is_in_backward() and torch.is_grad_enabled():
+        state._training_state = TrainingState.IDLE
 
 
 def _reaches_nothing(node: Node) -> bool:
