@@ -179,6 +179,17 @@ def count_of(degrees):
 
 def _on_plan(rank, mesh, name, dtype):
     groups = make_groups(mesh, rank, dist.group.WORLD)
+    try:
+        yield from _steps_of_plan(rank, mesh, name, dtype, groups)
+    finally:
+        gc.collect()
+        for group in {*groups.values()} - {
+            dist.group.WORLD
+        }:  # each has threads, which look for messages 100 times a second
+            dist.destroy_process_group(group)
+
+
+def _steps_of_plan(rank, mesh, name, dtype, groups):
     model = made(name, dtype)
     sample = mesh.axis_rank(Axis.DATA, rank)
     experts = shard(model, groups[Axis.EP]) if mesh.ep_size > 1 else None
