@@ -85,7 +85,7 @@ class Recorder(TorchFunctionMode):
         self.reads = Reads(names, state, self)
         self._shown_paths, self._shown = frozenset(shown), set[str]()
         self.state, self.modules, self.leaf_modules, self.device = state, names, leaf_modules, device
-        self.meter, self.probes = Meter(), Probes()
+        self.meter, self.probes = Meter(self._note_moved), Probes()
         self.questions = Questions(state, device, answers, buffers or {})
         self.sizes = sizes or DataSized()
         self._values = Values(self)
@@ -205,7 +205,11 @@ class Recorder(TorchFunctionMode):
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> Any:
         if self.muted:
-            return self._run(func, args, kwargs) if self._inside is None else self._inside(func, args, kwargs)
+            if self._inside is None:
+                return self._run(func, args, kwargs)
+            if torch_calls.is_of_memory(func) and is_users(sys._getframe(2)):
+                raise self.error(f"torch.Tensor.{func.__name__} says where a tensor is in memory")  # a fake is nowhere
+            return self._inside(func, args, kwargs)
         if torch_calls.in_kernel():
             return self._in_kernel(func, args, kwargs)
         if torch_calls.in_transform(args, kwargs):
@@ -226,10 +230,8 @@ class Recorder(TorchFunctionMode):
         self.begin_call()
         out = self._run(func, args, kwargs)
         results = list(tensors_in(out))
-        written = [tensor for tensor, version in before if version_of(tensor) != version]
-        statistics = running_statistics(func, args, kwargs)
-        self.watch.note_statistics([self._tensors.storage(tensor) for tensor in statistics])
-        written += statistics
+        written = self.written(before)
+        written += self.statistics(func, args, kwargs)
         self.watch.note_overwritten([self._tensors.storage(tensor) for tensor in written])
         unchanged = not results or (isinstance(out, torch.Tensor) and any(out is tensor for tensor, _ in before))
         if has_effect or is_assertion(func):
@@ -252,6 +254,26 @@ class Recorder(TorchFunctionMode):
         moved = moved_bytes([tensor for tensor, _ in before], results, bool(written))
         self.add_call(target, self.arguments(target, args, kwargs), out, written, moved)
         return out
+
+    def written(self, before: Sequence[tuple[torch.Tensor, int]]) -> list[torch.Tensor]:
+        """Those tensors, each with its version from before, that the call which `begin_call` began has written into."""
+        by_schema = {id(tensor) for tensor in self.meter.written}
+        return [tensor for tensor, version in before if version_of(tensor) != version or id(tensor) in by_schema]
+
+    def statistics(
+        self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any], begun: int = 0
+    ) -> list[torch.Tensor]:
+        """Running statistics that a call has just written. `begun`: how much autograd kept for the node when the call began."""
+        found = running_statistics(func, args, kwargs)
+        self.watch.note_statistics([self._tensors.storage(tensor) for tensor in found], begun)
+        return found
+
+    def _note_moved(self, tensor: torch.Tensor) -> None:
+        name = self.state.names.get(id(tensor), "")
+        if name:
+            self.watch.check_state("set_", name)
+        elif not self.muted and not torch_calls.in_kernel():
+            raise self.error("torch.Tensor.set_ gives a tensor other memory")
 
     def add_check(self, valid: torch.Tensor, message: str) -> None:
         """The node that raises an error with this message unless all of `valid` is true."""
@@ -506,7 +528,7 @@ class Recorder(TorchFunctionMode):
             written += whole.written
             self.watch.note_overwritten([self._tensors.storage(tensor) for tensor in written])
             written += whole.marked
-            written += [tensor for tensor, version in before if version_of(tensor) != version]
+            written += self.written(before)
             mutates = tuple(dict.fromkeys(self._name(tensor, f"an argument of {where}") for tensor in written))
             mutates += tuple(dict.fromkeys(self._generator(generator) for generator in generators_of(module)))
             self.generators.changed()
