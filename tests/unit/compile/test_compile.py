@@ -326,3 +326,45 @@ def test_running_statistics_of_whole_modules_that_a_backward_needs_are_not_writt
                 PartitionError, match=r"1\.norm\.running_mean: needed as it was at .*, written in place at"
             ):
                 compile_model(nn.Sequential(nn.Linear(4, 4), kind(cls(by_running=True))), X, **options)
+
+
+class Counting(nn.Module):
+    """Its forward writes a tensor that is a plain attribute."""
+
+    def __init__(self, write):
+        super().__init__()
+        self.layer, self.write, self.seen = nn.Linear(4, 4), write, torch.ones(4)
+
+    def forward(self, x):
+        self.write(self.seen)
+        return self.layer(x) * self.seen
+
+
+@pytest.mark.parametrize(
+    "write",
+    [
+        lambda seen: seen.mul_(2),
+        lambda seen: seen[1:].mul_(2),
+        lambda seen: seen.data.mul_(2),
+        lambda seen: np.multiply(seen.numpy(), 2, out=seen.numpy()),
+    ],
+)
+def test_attributes_that_forward_writes_are_those_of_plain_pytorch(write):
+    """A recording doubled them, or the program forgot what was written."""
+
+    def make():
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Linear(4, 4), Counting(write), nn.Linear(4, 4))
+
+    model, plain, found = make(), make(), []
+    compilation = compile_model(model, X, pipeline_parallel_degree=2, microbatches=1)
+    assert torch.equal(model[1].seen, torch.ones(4))
+    runtime = LoopbackRuntime(model)
+    runtime.install(compilation)
+    for _ in range(3):
+        runtime.run(0, [((X,), {})], lambda _, output: found.append(output), training=False)
+        torch.testing.assert_close(found[-1], plain(X))
+    with pytest.raises(
+        TraceError, match="forward writes into seen, a tensor that is no buffer; what to do: register it"
+    ):
+        compile_model(Counting(write), X, pipeline_parallel_degree=2)
