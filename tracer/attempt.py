@@ -134,6 +134,7 @@ def record_once(subject: Subject) -> Attempt:
             subject.closely,
         )
         recorder.reads.is_again = subject.is_again
+        stack.callback(recorder.attributes.restore)
         stack.callback(_forget, recorder)
         args, kwargs = recorder.bind_inputs(request.args, request.kwargs, differentiates=request.differentiates)
         stack.enter_context(recorder.meter)

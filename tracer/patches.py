@@ -138,7 +138,7 @@ class Functions:
             results = list(tensors_in(out))
             for tensor in _held_by_context(cls, results):
                 recorder.note_saved(tensor)
-            written = [tensor for tensor, version in before if version_of(tensor) != version]
+            written = recorder.written(before)
             if results or written:
                 moved = inside.bytes_moved or moved_bytes(given, results, bool(written))
                 recorder.add_call(target, arguments, out, written, moved)

@@ -24,9 +24,10 @@ from smpc.compile.options import PipelineOptions
 from smpc.compile.passes import plan_trace, write_programs
 from smpc.compile.result import Traced
 from smpc.errors import ConfigError, StepError, UsageError
+from smpc.hooks_on_outputs import copied_outputs, without_hooks
 from smpc.sample_inputs import as_inputs
 from smpc.tracer.attempt import RecordingRequest
-from smpc.tracer.constants import TraceDevice, map_references
+from smpc.tracer.constants import Ref, TraceDevice, map_references
 from smpc.tracer.environment.environment_guards import Environment
 from smpc.tracer.environment.object_identity import moved
 from smpc.tracer.input_guards import broken_guard
@@ -49,13 +50,15 @@ class Program:
     late_hooks: LateHooks
     code: StageCode
     parameters: KeptParameters
+    copied: frozenset[str]
 
     @classmethod
     def of(cls, model: nn.Module, trace: Trace, traced: Traced, code: StageCode) -> Program:
         """The program over the model's parameters of now."""
         device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
         stage, late_hooks = build_stage(code, model, device), LateHooks(model, trace, [code])
-        return cls(trace, traced, stage, code.source, code.inputs, late_hooks, code, KeptParameters(model))
+        copied = copied_outputs(traced.trace)
+        return cls(trace, traced, stage, code.source, code.inputs, late_hooks, code, KeptParameters(model), copied)
 
 
 class RecordedModule(nn.Module, ABC):
@@ -114,7 +117,7 @@ class RecordedModule(nn.Module, ABC):
         trace = program.traced.trace
         by_name = dict(zip(trace.output_names, outputs, strict=True))
         device = next(iter(values.values())).device if values else torch.device("cpu")
-        return outputs_of(trace, by_name, device)
+        return outputs_of(trace, by_name, device, copied=program.copied)
 
     def _check_model(self, program: Program) -> None:
         """StepError if the program no longer matches the model; else sets the state that a run of the model itself would leave."""
@@ -197,8 +200,13 @@ def outputs_of(
     values: Mapping[str, Tensor],
     device: torch.device,
     finish: Callable[[int, Any], Any] = lambda position, value: value,
+    copied: frozenset[str] = frozenset(),
 ) -> Any:
-    """The model's result, built from the values by name. `finish` is called with each leaf and its position."""
+    """The model's result, built from the values by name. `finish` is called with each leaf and its position. `copied`: without hooks."""
     leaves = (map_references(leaf, lambda name: values[name]) for leaf in trace.output_leaves)
     found = (device if isinstance(leaf, TraceDevice) else leaf for leaf in leaves)
-    return trace.output.unflatten(finish(position, leaf) for position, leaf in enumerate(found))
+    finished = [finish(position, leaf) for position, leaf in enumerate(found)]
+    for leaf, value in zip(trace.output_leaves, finished, strict=True):
+        if isinstance(leaf, Ref) and leaf.name in copied:
+            without_hooks(value)
+    return trace.output.unflatten(finished)

@@ -43,6 +43,7 @@ from smpc.executor.replicas.context_sums import ContextSums
 from smpc.executor.replicas.fully_shard import StageShards
 from smpc.executor.replicas.group_hooks import StepHooks, innermost
 from smpc.executor.transport import Transport, loopback_transports
+from smpc.hooks_on_outputs import copied_outputs, without_hooks
 from smpc.observe.observer import Observer, RankRecord, StepCallback, StepWatch, batch_of
 from smpc.observe.window import Window
 from smpc.optimizers.torch_patches import check_optimizers, refuse_norms
@@ -95,7 +96,7 @@ class RankPrograms:
                 "does not; call smpc.context_parallel.place(model, compilation.context, group) first"
             )
         self.model = model
-        self.trace = compilation.trace
+        self.trace, self.copied_outputs = compilation.trace, copied_outputs(compilation.trace, compilation.plan)
         self.environment = compilation.environment
         self.plan = compilation.plan
         self.num_ranks = len(compilation.programs)
@@ -254,7 +255,9 @@ class Runtime:
             self._kept.check()
         interpreter = self._running = programs.interpreter(training)
         inputs = None if microbatches is None else programs.placeholders(microbatches)
-        output = None if on_output is None else restored(programs.trace, on_output, self.device)
+        output = (
+            None if on_output is None else restored(programs.trace, on_output, self.device, programs.copied_outputs)
+        )
         observer = self._observer
         with observer.step(() if observer.is_idle else _tensors_to_runtime(inputs)) as watch:
             if watch.is_wanted:
@@ -383,7 +386,9 @@ class LoopbackRuntime:
         self._models.begin_step()
         interpreters = [rank.interpreter(training) for rank in ranks]
         inputs = ranks[0].placeholders(microbatches)
-        output = None if on_output is None else restored(ranks[0].trace, on_output, self._device)
+        output = (
+            None if on_output is None else restored(ranks[0].trace, on_output, self._device, ranks[0].copied_outputs)
+        )
         with contextlib.ExitStack() as stack:
             for rank, observer in enumerate(self._observers):
                 watch = stack.enter_context(observer.step())
@@ -542,12 +547,15 @@ def _written_inputs(trace: Trace) -> tuple[str, ...]:
 
 
 def restored(
-    trace: Trace, on_output: OnOutput, device: torch.device
+    trace: Trace, on_output: OnOutput, device: torch.device, copied: frozenset[str] = frozenset()
 ) -> Callable[[int, tuple[Tensor, ...]], Roots | None]:
-    """`on_output` for the interpreter: it gets the last stage's tensors, the user the model's own output structure."""
+    """`on_output` for the interpreter: it gets the last stage's tensors, the user the model's output structure, `copied` without hooks."""
     positions = {name: i for i, name in enumerate(trace.output_names)}
+    apart = [positions[name] for name in trace.output_names if name in copied]
 
     def call(microbatch: int, outputs: tuple[Tensor, ...]) -> Roots | None:
+        for position in apart:
+            without_hooks(outputs[position])
         leaves = [
             outputs[positions[leaf.name]]
             if isinstance(leaf, Ref)

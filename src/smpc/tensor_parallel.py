@@ -29,6 +29,7 @@ from smpc.compile.result import Traced
 from smpc.errors import ConfigError
 from smpc.executor.collectives import TensorGroup
 from smpc.executor.sharded_state import load_whole, slice_parameters, whole_of
+from smpc.nn.init.sliced_models import note_sliced
 from smpc.optimizers.split_parameters import note_split
 from smpc.recorded_module import RecordedModule, build_program, check_not_shared, record_modes
 from smpc.tracer.ir import Trace
@@ -127,6 +128,7 @@ def place(model: nn.Module, sharded: ShardedTrace, group: TensorGroup) -> None:
         raise ConfigError(f"expected a group of {sharded.degree} tensor-parallel ranks, found one of {group.size}")
     vars(model)[GROUP] = group
     slice_parameters(model, dict(sharded.layouts), group)
+    note_sliced(model, _by_every_name(sharded), group)
     if group.process_group is not None:
         note_split(model, _by_every_name(sharded), group.process_group)
 

@@ -211,3 +211,43 @@ def in_place(rank, folder, is_view):
 @pytest.mark.parametrize("is_view", [False, True])
 def test_outputs_that_share_memory_may_be_written_in_place(tmp_path, is_view):
     assert run_workers(in_place, 2, tmp_path, is_view) == [None] * 2
+
+
+class Views(nn.Module):
+    """Its outputs are views of one hidden tensor, which it does not return."""
+
+    def __init__(self, *, overlap):
+        super().__init__()
+        self.layer, self.overlap = nn.Linear(4, 6), overlap
+
+    def forward(self, x):
+        y = self.layer(x)
+        return (y.view(3, 4), y.t(), y[0]) if self.overlap else (y[0], y[1], y[1])
+
+
+def of_one_hidden(rank, folder, overlap):
+    mesh = mesh_of(rank, 2, 2)
+    torch.manual_seed(0)
+    plain, parts = (
+        nn.Sequential(nn.Linear(4, 4), Views(overlap=overlap)),
+        nn.Sequential(nn.Linear(4, 4), Views(overlap=overlap)),
+    )
+    parts.load_state_dict(plain.state_dict())
+    shard(parts, ["1"], mesh)
+    for writes in (0, 1, 2):
+        found = []
+        for model in (plain, parts):
+            model.zero_grad()
+            outputs = model(torch.ones(2, 4))
+            for output in outputs[:writes]:
+                output.mul_(3)
+            loss = sum(weight * output.square().sum() for weight, output in enumerate(outputs, 1))
+            loss.backward()
+            found.append([loss.detach(), *(whole(parameter.grad) for parameter in model.parameters())])
+        torch.testing.assert_close(found[1], found[0], rtol=1e-6, atol=0)
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("overlap", [False, True])
+def test_views_of_one_hidden_tensor_may_be_written_in_place(tmp_path, overlap):
+    assert run_workers(of_one_hidden, 2, tmp_path, overlap) == [None] * 2

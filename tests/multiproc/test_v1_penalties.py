@@ -21,9 +21,23 @@ class Tokens(nn.Module):
         return x + self.down(torch.tanh(self.up(x)))
 
 
-def make():
+class Layers(Tokens):
+    """A transformer that ranks divide between layers that they have whole."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = smp.nn.DistributedTransformer(
+            num_layers=1, num_attention_heads=4, attention_head_size=16, hidden_size=64, intermediate_size=128,
+            attention_dropout_prob=0.0, hidden_dropout_prob=0.0, causal_mask_size=8,
+        )  # fmt: skip
+
+    def forward(self, ids):
+        return self.layers((super().forward(ids), None))[0]
+
+
+def make(cls=Tokens):
     torch.manual_seed(0)
-    return Tokens()
+    return cls()
 
 
 def loss_of(model, output):
@@ -65,3 +79,35 @@ def test_a_penalty_in_replicas_is_that_of_one_process(tmp_path):
     for gradients in run_workers(train, 2, tmp_path, {}):
         for name, gradient in gradients.items():
             torch.testing.assert_close(gradient, plain.get_parameter(name).grad)
+
+
+@smp.step
+def step_with_some(model, ids, name):
+    loss = model(ids).square().mean()
+    some = [parameter for key, parameter in model.named_parameters() if key.endswith(name)]
+    loss = loss + sum(parameter.square().sum() for parameter in some)
+    model.backward(loss)
+
+
+def differentiate_with_some(model, ids, name):
+    """The same, outside of steps."""
+    loss = model(ids).square().mean()
+    model.backward(loss + dict(model.named_parameters())[name].square().sum())
+
+
+def with_modules(rank, folder, in_step):
+    """Parameters that all ranks have may be used, slices not."""
+    smp.init({"tensor_parallel_degree": 2, "microbatches": 2, "ddp": True, "prescaled_batch": not in_step})
+    model = smp.DistributedModel(make(Layers))
+    ids = torch.arange(32).view(4, 8) % 10
+    sliced = next(name for name, p in model.named_parameters() if model.is_distributed_parameter(p))
+    step_with_some(model, ids, "down.weight")
+    with pytest.raises(StepError, match="expected tensors and their gradients alone, found retain_graph=True"):
+        model.backward(None, retain_graph=True)
+    with pytest.raises(StepError, match=r"\(a penalty on weights\), where this rank has a slice of one"):
+        (step_with_some if in_step else differentiate_with_some)(model, ids, sliced)
+
+
+@pytest.mark.parametrize("in_step", [False, True])
+def test_a_penalty_on_parameters_of_distributed_modules_is_refused(tmp_path, in_step):
+    assert run_workers(with_modules, 2, tmp_path, in_step) == [None] * 2

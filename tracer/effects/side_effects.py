@@ -237,10 +237,15 @@ class EffectWatch:
         """Autograd keeps a parameter or buffer for the backward."""
         self._keeping.append(storage)
 
-    def note_statistics(self, storages: Iterable[int]) -> None:
-        """This call writes running statistics: autograd keeps them, but its backward needs those of the batch alone."""
+    @property
+    def num_keeping(self) -> int:
+        """How many of them autograd has kept so far for the node that is being recorded."""
+        return len(self._keeping)
+
+    def note_statistics(self, storages: Iterable[int], begun: int) -> None:
+        """A call writes running statistics: what autograd keeps of them since it `begun` is not needed, its backward needs the batch's."""
         written = set(storages)
-        self._keeping = [storage for storage in self._keeping if storage not in written]
+        self._keeping[begun:] = [storage for storage in self._keeping[begun:] if storage not in written]
 
     def note_overwritten(self, storages: Iterable[int]) -> None:
         """A call writes in place, autograd knowing of it or not."""

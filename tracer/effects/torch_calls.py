@@ -218,6 +218,17 @@ def running_statistics(
     return [value for value in values if value is not None]
 
 
+def statistics_of(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Tensor]:
+    """Running mean and variance that an operation writes, whose schema does not say so."""
+    if "batch_norm" not in str(func):
+        return []
+    given = {parameter.name: value for parameter, value in zip(func._schema.arguments, args, strict=False)} | dict(
+        kwargs
+    )
+    values = [given.get("running_mean"), given.get("running_var")] if given.get("training", True) else []
+    return [value for value in values if value is not None]
+
+
 class CallModes:
     """Autocast as it was when the recording began, for the CPU and the model's own type of device."""
 

@@ -1,4 +1,4 @@
-"""Facts about a call from a fake run: its cost in FLOPs, bytes and random draws, and whether its dtypes have a kernel.
+"""Facts about a call from a fake run: its cost in FLOPs, bytes and random draws, what it writes, and whether its dtypes have a kernel.
 
 `Meter` is a TorchDispatchMode that sees the aten operations under a recorded torch function.
 
@@ -33,7 +33,7 @@ from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
-from smpc.tracer.effects.torch_calls import same_memory
+from smpc.tracer.effects.torch_calls import same_memory, written_by
 
 WAY_OUT = "what to do: convert the tensor to that dtype, in the model or before it is passed in"
 _SIZES = (2, 8)  # most elements along a dimension: few do for most operations, pooling and the like need more
@@ -325,18 +325,24 @@ def _kept_by_lstm(sequence: Any, tensors: tuple[Any, ...], others: tuple[Any, ..
 
 
 class Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Adds up the FLOPs of the aten operations that pass, and notes whether one draws random numbers."""
+    """Adds up the FLOPs of the aten operations that pass, and notes whether one draws random numbers.
+
+    written      tensors that operations write into by their schemas: over fakes, `torch._foreach_mul_` counts no version
+    on_moved     called with a tensor that gets other memory (`set_`, which is no call that a function mode sees)
+    """
 
     supports_higher_order_operators = True  # `torch.cond` and the like pass, not counted
 
-    def __init__(self) -> None:
+    def __init__(self, on_moved: Callable[[torch.Tensor], None] = lambda _: None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.flops = 0
         self.random = False
+        self.written: list[torch.Tensor] = []
+        self._on_moved = on_moved
 
     def reset(self) -> None:
         """Starts again at zero."""
-        self.flops, self.random = 0, False
+        self.flops, self.random, self.written = 0, False, []
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
@@ -359,6 +365,10 @@ class Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self.flops += _OWN_FORMULAS[packet](*args, **kwargs)
         if torch.Tag.nondeterministic_seeded in func.tags:
             self.random = True
+        if func._schema.is_mutable:
+            self.written += written_by(func, args, kwargs)
+        if packet is torch.ops.aten.set_:
+            self._on_moved(args[0])
 
 
 def moved_bytes(inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor], writes: bool) -> int:

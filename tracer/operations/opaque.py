@@ -8,6 +8,9 @@ from, in this order,
     2. a run over fake tensors, where only its backward could not be recorded;
     3. real runs on the CPU, on copies with invented parameters and inputs.
 
+What a real run writes is told by autograd's version counters, and by the bytes of inputs, parameters and buffers before and after it:
+`self.scale.numpy()[0] = 2.0` counts no version, nor does what ctypes does at a `data_ptr`. Parameters above 2**24 elements are left out.
+
 Two real runs on different values must agree on shapes and on everything that is no tensor: a list of expert loads, say, would be a
 constant in the trace. If they do not, the module is no leaf, and the one that calls it is tried.
 
@@ -36,8 +39,10 @@ with hooks are alike to none.
 from __future__ import annotations
 
 import copy
+import ctypes
 import math
 import mmap
+import zlib
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -53,7 +58,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from smpc.errors import TraceError
 from smpc.tracer.effects import differentiation
 from smpc.tracer.effects.differentiation import joined
-from smpc.tracer.effects.torch_calls import tensors_in, version_of, written_by
+from smpc.tracer.effects.torch_calls import statistics_of, tensors_in, version_of, written_by
 from smpc.tracer.ir import TensorSpec
 from smpc.tracer.operations.meter import Meter
 from smpc.tracer.state.fakes import FakeState
@@ -168,14 +173,14 @@ def _real_run(
         copied = copy.deepcopy(module, dict(memo))
         count = sum(isinstance(tensor, torch.Tensor) for tensor in inputs)
         owned = {t.untyped_storage()._cdata: count + i for i, t in enumerate(real_state)}
-        kept: dict[int, None] = {}
         positions = {t.untyped_storage()._cdata: i for i, t in enumerate(inputs) if isinstance(t, torch.Tensor)}
-        watched = [(t, t._version) for t in (*(t for t in inputs if isinstance(t, torch.Tensor)), *real_state)]
+        written = _Written([*(t for t in inputs if isinstance(t, torch.Tensor)), *real_state])
+        reached = _Reached(state)
 
         def note(tensor: torch.Tensor) -> torch.Tensor:
             storage = tensor.untyped_storage()
             if storage._cdata in owned:
-                kept[owned[storage._cdata]] = None
+                reached.keep(storage._cdata)
             elif storage._cdata not in seen:
                 seen[storage._cdata] = storage
                 saved.append((positions.get(storage._cdata, -1), storage.nbytes()))
@@ -184,11 +189,10 @@ def _real_run(
         real_args, real_kwargs = structure.unflatten(inputs)
         meter.reset()
         generator = torch.get_rng_state()
-        with saved_tensors_hooks(note, lambda tensor: tensor), _Reached(state) as reached:
+        with saved_tensors_hooks(note, lambda tensor: tensor), reached:
             output = copied(*real_args, **real_kwargs)
         meter.random |= not torch.equal(generator, torch.get_rng_state())  # the meter does not see other threads
         _check_types(module, real_state, types)
-        written = [i for i, (tensor, version) in enumerate(watched) if tensor._version != version]
         found, shape = flatten(output)
         same = {id(t): i for i, t in enumerate(inputs) if isinstance(t, torch.Tensor)}
         described = [
@@ -199,7 +203,8 @@ def _real_run(
             else TensorSpec.of(leaf)
             for leaf in found
         ]
-    return Probe(described, shape, saved, written, list(kept), meter.flops, meter.random, reached.found)
+    kept = list(dict.fromkeys(owned[storage] for storage in reached.kept()))
+    return Probe(described, shape, saved, written.positions(), kept, meter.flops, meter.random, reached.found)
 
 
 def _check_types(module: nn.Module, state: Sequence[Tensor], types: Sequence[torch.dtype]) -> None:
@@ -211,19 +216,59 @@ def _check_types(module: nn.Module, state: Sequence[Tensor], types: Sequence[tor
 
 
 class _Reached(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Fakes, parameters and buffers of the model that operations of a real run take: the run has copies of all that it may use."""
+    """Fakes, parameters and buffers of the model that operations of a real run take: the run has copies of all that it may use.
+
+    `keep` is told which storages autograd keeps; `kept` leaves out those of running statistics, for the operation that writes them.
+    """
 
     def __init__(self, state: FakeState) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._state = state
         self.found: list[Tensor] = []
+        self._kept: list[int] = []
+        self._keeping: list[int] = []  # since the last operation
+
+    def keep(self, storage: int) -> None:
+        """Autograd keeps it, for the operation that is about to run or has just run."""
+        self._keeping.append(storage)
+
+    def kept(self) -> list[int]:
+        """All that was kept."""
+        return self._kept + self._keeping
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         found = [t for t in tensors_in((args, kwargs)) if isinstance(t, FakeTensor) or id(t) in self._state.names]
         self.found += found
+        statistics = [tensor.untyped_storage()._cdata for tensor in statistics_of(func, args, kwargs or {})]
+        self._kept += [storage for storage in self._keeping if storage not in statistics]
+        self._keeping.clear()
         return func(*args, **(kwargs or {}))
+
+
+class _Written:
+    """Which of a real run's tensors it writes into."""
+
+    def __init__(self, tensors: Sequence[Tensor]) -> None:
+        self._before = [(tensor, tensor._version, _digest(tensor)) for tensor in tensors]
+
+    def positions(self) -> list[int]:
+        """Those of the tensors that have been written into."""
+        return [
+            position
+            for position, (tensor, version, digest) in enumerate(self._before)
+            if tensor._version != version or _digest(tensor) != digest
+        ]
+
+
+def _digest(tensor: Tensor) -> int:
+    """Of a tensor's memory; 0 for a large parameter, whose zeros may be more than the machine has, and without memory."""
+    is_large = isinstance(tensor, nn.Parameter) and tensor.numel() > _LARGE_PARAMETER
+    if is_large or tensor.layout is not torch.strided or not tensor.numel():
+        return 0
+    storage = tensor.untyped_storage()
+    return zlib.crc32((ctypes.c_ubyte * storage.nbytes()).from_address(storage.data_ptr()))
 
 
 class _InventedValues:
@@ -375,8 +420,10 @@ class WholeCall:
                 for tensor in tensors_in((args, kwargs))
                 if not is_functorch_wrapped_tensor(tensor)
             ]
+            begun = self._watch.num_keeping
         out = self._run(func, args, kwargs)
         with torch._C.DisableTorchFunction():
+            self._note_written(self._recorder.statistics(func, args, kwargs, begun))
             self._note_written([tensor for tensor, version in used if version_of(tensor) != version])
         return out
 
@@ -417,7 +464,8 @@ class WholeCall:
             self.seeds = name
 
     def finish(self) -> None:
-        """Raises for effects of its threads, and for state that the module has not restored."""
+        """Raises for effects of its threads, and for state that the module has not restored; notes what operations have written."""
+        self._note_written(self._recorder.meter.written)
         if self.failure is not None:
             raise self.failure
         changed = [tensor for tensor, flag in self._flags if tensor.requires_grad != flag]

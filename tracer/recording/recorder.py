@@ -53,10 +53,12 @@ from smpc.tracer.recording.untraceable import (
     is_users,
 )
 from smpc.tracer.regions import RegionLog, checkpoint_mark
+from smpc.tracer.state.attribute_values import AttributeValues
 from smpc.tracer.state.fakes import FakeState
 from smpc.tracer.structure import Structure, flatten, input_path
 
 _NO_DATA = "its data is not allocated yet"  # a kernel has read the memory of a fake tensor
+_REGISTER = "what to do: register it as a buffer (register_buffer(..., persistent=False) where a state_dict is to have none of it)"
 _SHAPE_RULE = "what to do: give the shapes of what it returns with smpc.register_shape_rule"
 
 
@@ -85,7 +87,7 @@ class Recorder(TorchFunctionMode):
         self.reads = Reads(names, state, self)
         self._shown_paths, self._shown = frozenset(shown), set[str]()
         self.state, self.modules, self.leaf_modules, self.device = state, names, leaf_modules, device
-        self.meter, self.probes = Meter(), Probes()
+        self.meter, self.probes = Meter(self._note_moved), Probes()
         self.questions = Questions(state, device, answers, buffers or {})
         self.sizes = sizes or DataSized()
         self._values = Values(self)
@@ -109,6 +111,7 @@ class Recorder(TorchFunctionMode):
         self.modes_of_calls = CallModes(device)
         self._state_storage = [self._tensors.storage(fake) for fake in state.fakes]
         self._state_storages = frozenset(self._state_storage)
+        self.attributes = AttributeValues(state)
 
     # -- inputs and output ---------------------------------------------------------------------------------------------
 
@@ -205,7 +208,12 @@ class Recorder(TorchFunctionMode):
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> Any:
         if self.muted:
-            return self._run(func, args, kwargs) if self._inside is None else self._inside(func, args, kwargs)
+            if self._inside is None:
+                return self._run(func, args, kwargs)
+            if torch_calls.is_of_memory(func) and is_users(sys._getframe(2)):
+                raise self.error(f"torch.Tensor.{func.__name__} says where a tensor is in memory")  # a fake is nowhere
+            self.attributes.note(tensors_in((args, kwargs)))
+            return self._inside(func, args, kwargs)
         if torch_calls.in_kernel():
             return self._in_kernel(func, args, kwargs)
         if torch_calls.in_transform(args, kwargs):
@@ -221,15 +229,15 @@ class Recorder(TorchFunctionMode):
         if is_higher_order(func):
             return run_higher_order(self, func, args, kwargs)
         before = [(tensor, version_of(tensor)) for tensor in tensors_in((args, kwargs))]
+        self.attributes.note(tensor for tensor, _ in before)
         mark = mark_of(func)
         has_effect = bool(mark) and self.watch.has_effect(mark, args)
         self.begin_call()
         out = self._run(func, args, kwargs)
         results = list(tensors_in(out))
-        written = [tensor for tensor, version in before if version_of(tensor) != version]
-        statistics = running_statistics(func, args, kwargs)
-        self.watch.note_statistics([self._tensors.storage(tensor) for tensor in statistics])
-        written += statistics
+        written = self.written(before)
+        self._check_attributes(self.attributes.written(written))
+        written += self.statistics(func, args, kwargs)
         self.watch.note_overwritten([self._tensors.storage(tensor) for tensor in written])
         unchanged = not results or (isinstance(out, torch.Tensor) and any(out is tensor for tensor, _ in before))
         if has_effect or is_assertion(func):
@@ -252,6 +260,30 @@ class Recorder(TorchFunctionMode):
         moved = moved_bytes([tensor for tensor, _ in before], results, bool(written))
         self.add_call(target, self.arguments(target, args, kwargs), out, written, moved)
         return out
+
+    def written(self, before: Sequence[tuple[torch.Tensor, int]]) -> list[torch.Tensor]:
+        """Those tensors, each with its version from before, that the call which `begin_call` began has written into."""
+        by_schema = {id(tensor) for tensor in self.meter.written}
+        return [tensor for tensor, version in before if version_of(tensor) != version or id(tensor) in by_schema]
+
+    def statistics(
+        self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any], begun: int = 0
+    ) -> list[torch.Tensor]:
+        """Running statistics that a call has just written. `begun`: how much autograd kept for the node when the call began."""
+        found = running_statistics(func, args, kwargs)
+        self.watch.note_statistics([self._tensors.storage(tensor) for tensor in found], begun)
+        return found
+
+    def _check_attributes(self, written: str) -> None:
+        if written:
+            raise self.error(f"forward writes into {written}, a tensor that is no buffer", way_out=_REGISTER)
+
+    def _note_moved(self, tensor: torch.Tensor) -> None:
+        name = self.state.names.get(id(tensor), "")
+        if name:
+            self.watch.check_state("set_", name)
+        elif not self.muted and not torch_calls.in_kernel():
+            raise self.error("torch.Tensor.set_ gives a tensor other memory")
 
     def add_check(self, valid: torch.Tensor, message: str) -> None:
         """The node that raises an error with this message unless all of `valid` is true."""
@@ -278,6 +310,7 @@ class Recorder(TorchFunctionMode):
 
     def _run(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         if torch_calls.is_of_real(func, args):
+            self.attributes.give(args[0])
             return torch_calls.values_of_real(func, args, kwargs, self.reads.constant)
         if torch_calls.works_on_elements(func):
             raise self.error(f"torch.Tensor.{func.__name__} calls Python with the values of a tensor")
@@ -431,6 +464,7 @@ class Recorder(TorchFunctionMode):
     ) -> Any:
         if fqn in self.leaf_modules:
             return self._leaf_call(fqn, module, run, args, dict(kwargs))
+        self._check_attributes(self.attributes.written_by_python())
         opened = OpenCall(len(self.calls), fqn, module, self.open[-1].index if self.open else -1, len(self.nodes))
         self.generators.check(self.error)
         overrides = next(cls for cls in type(module).__mro__ if "__call__" in vars(cls)) is not nn.Module
@@ -449,6 +483,7 @@ class Recorder(TorchFunctionMode):
         out = run()
         with torch._C.DisableTorchFunction():
             self.watch.leave(opened)
+            self._check_attributes(self.attributes.written_by_python())
             self._note_rebound_buffers(opened)
             self.generators.check(self.error)
             self._close(opened, out)
@@ -502,11 +537,12 @@ class Recorder(TorchFunctionMode):
             self.inside_call(whole.torch_call if is_python else None),
         ):
             out, written = self._run_whole(whole, module, run, args, kwargs)
+        self.attributes.restore()  # what it writes into its own, it writes when it is called
         with torch._C.DisableTorchFunction():
             written += whole.written
             self.watch.note_overwritten([self._tensors.storage(tensor) for tensor in written])
             written += whole.marked
-            written += [tensor for tensor, version in before if version_of(tensor) != version]
+            written += self.written(before)
             mutates = tuple(dict.fromkeys(self._name(tensor, f"an argument of {where}") for tensor in written))
             mutates += tuple(dict.fromkeys(self._generator(generator) for generator in generators_of(module)))
             self.generators.changed()

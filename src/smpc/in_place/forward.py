@@ -27,6 +27,7 @@ from smpc.compile.passes import plan_trace
 from smpc.compile.result import Traced
 from smpc.containers import map_tensors
 from smpc.errors import CodegenError, TraceError, UsageError
+from smpc.hooks_on_outputs import copied_outputs
 from smpc.in_place.skeleton import (
     INSTALLED,
     WholeParameter,
@@ -155,6 +156,7 @@ class _ForwardProgram:
     code: StageCode
     run: Callable[..., Any]
     environment: Environment
+    copied: frozenset[str]  # outputs that may not have hooks
 
 
 class InPlace(InstalledView):
@@ -179,7 +181,8 @@ class InPlace(InstalledView):
         found = program.run(RootView(self._model, device), *(values[name] for name in program.code.inputs))
         trace = program.traced.trace
         named = dict(zip(trace.output_names, found, strict=True))
-        return outputs_of(trace, named, device, lambda position, value: self.finish(program.traced, position, value))
+        traced = program.traced
+        return outputs_of(trace, named, device, lambda at, value: self.finish(traced, at, value), program.copied)
 
     def begin(self, traced: Traced, device: torch.device) -> None:
         """Called before a program runs."""
@@ -228,7 +231,8 @@ class InPlace(InstalledView):
         _check_names(code)
         for module in wrapped.values():
             install(module)
-        return _ForwardProgram(trace, traced, code, stage_class(code).forward, environment)
+        copied = copied_outputs(traced.trace)
+        return _ForwardProgram(trace, traced, code, stage_class(code).forward, environment, copied)
 
 
 def _inputs_fitting_forward(

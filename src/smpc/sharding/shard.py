@@ -51,10 +51,10 @@ from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
 from torch.distributed.tensor import DTensor
 
 from smpc.config.keep import Keep
-from smpc.containers import map_tensors
 from smpc.errors import ConfigUnsupportedError
 from smpc.sharding.backwards import Backwards
 from smpc.sharding.in_step import InStep, ranks_of
+from smpc.sharding.output_views import hook_what_is_viewed, without_lost_hooks
 from smpc.sharding.tensors import has_hooks, local, own_part_of_sharded
 from smpc.sharding.units import keep_containers
 from smpc.sharding.uses import Uses
@@ -253,7 +253,7 @@ def shard(
         own = _untaken_by_shards(module, taken)
         wide = any(is_wide(parameter) for parameter in own)
         if not options.stays_outside:
-            module.register_forward_hook(_without_views)
+            module.register_forward_hook(without_lost_hooks)
         policy = unit.policy or _precision_policy(options, wide, is_root=not unit.name)
         made = _made_unit(module, unit, mesh, options, policy, {*ignored, *taken})
         if source is not None:
@@ -295,6 +295,7 @@ def _made_unit(
         offload_policy=_offload_shards(mesh.device_type) if options.offload else OffloadPolicy(),
         ignored_params=left or None,
     )
+    hook_what_is_viewed(made)
     keep_containers(module)
     if unit.divisor is not None:
         made.set_gradient_divide_factor(unit.divisor)
@@ -357,29 +358,6 @@ def _fill_unit(
 def _shards_emptied(device_type: str) -> Callable[[Tensor], Tensor]:
     """Parameters on meta get memory; others have values, such as parameters that belong to another unit as well."""
     return lambda tensor: torch.empty_like(tensor, device=device_type) if tensor.is_meta else tensor
-
-
-def _without_views(module: nn.Module, inputs: object, output: Any) -> Any:
-    """Outputs that are views come as copies: an in-place operation on a view would drop what gathers parameters for the backward.
-
-    An output that comes several times stays one tensor. Views of another output stay what they are: their gradients come to that, too.
-    """
-    whole: set[int] = set()
-    copies: dict[int, Tensor] = {}
-
-    def note(value: Tensor) -> Tensor:
-        if not value._is_view():
-            whole.add(id(value))
-        return value
-
-    def own(value: Tensor) -> Tensor:
-        if not (value._is_view() and value.requires_grad) or id(value._base) in whole:
-            return value
-        if id(value) not in copies:
-            copies[id(value)] = value.clone()
-        return copies[id(value)]
-
-    return map_tensors(own, map_tensors(note, output))
 
 
 def _precision_policy(options: ShardingOptions, wide: bool, *, is_root: bool) -> MixedPrecisionPolicy:
@@ -487,7 +465,7 @@ def _of_scripts(hooks: Mapping[int, Any]) -> OrderedDict[int, Any]:
 
 def _is_of_units(hook: Any) -> bool:
     bound = getattr(hook.func if isinstance(hook, functools.partial) else hook, "__self__", None)
-    return hook is _without_views or isinstance(bound, FSDPState | Backwards | InStep)
+    return hook is without_lost_hooks or isinstance(bound, FSDPState | Backwards | InStep)
 
 
 def exchange(model: nn.Module, exchanged: Mapping[nn.Parameter, nn.Parameter]) -> None:

@@ -1,10 +1,12 @@
 """compile_model: the forms of its inputs, its errors, the same bytes every time, and compilations like another one."""
 
+import ctypes
 import dataclasses
 import os
 import subprocess
 import sys
 
+import numpy as np
 import parity
 import pytest
 import torch
@@ -18,7 +20,7 @@ from smpc.compile.passes import schedule_plan, write_programs
 from smpc.errors import ConfigError, PartitionError, StepError, TraceError
 from smpc.runtime import LoopbackRuntime
 from smpc.sample_inputs import as_inputs, first_microbatch
-from smpc.tracer import flatten, record
+from smpc.tracer import flatten, mark_leaf, record
 
 
 class Model(nn.Module):
@@ -249,3 +251,120 @@ def test_running_statistics_that_a_backward_needs_are_not_written_under_way():
     compile_model(Normed(by_running=True).eval(), {"x": X}, **options)
     with pytest.raises(PartitionError, match=r"norm\.running_mean: needed as it was at .*, written in place at"):
         compile_model(Normed(by_running=True).train(), {"x": X}, **options)
+
+
+class Rescaled(nn.Module):
+    """Its forward writes a buffer that its backward needs, in a way of its own; `norm`: a whole module may have running statistics."""
+
+    def __init__(self, write):
+        super().__init__()
+        self.first, self.norm, self.write = nn.Linear(4, 4), nn.BatchNorm1d(4), write
+        self.register_buffer("scale", torch.ones(4))
+
+    def forward(self, x):
+        self.write(self.scale)
+        return self.norm(self.first(x)) * self.scale
+
+
+def by_pointer(scale):
+    memory = (ctypes.c_float * 4).from_address(scale.data_ptr())
+    memory[0] *= 2
+
+
+def by_storage(scale):
+    torch.empty(0).set_(scale.untyped_storage(), 0, (4,), (1,)).mul_(2)
+
+
+WRITES = {
+    "numpy": lambda scale: np.multiply(scale.numpy(), 2, out=scale.numpy()),
+    "array": lambda scale: np.asarray(scale).fill(3),
+    "pointer": by_pointer,
+    "storage": by_storage,
+    "dlpack": lambda scale: torch.from_dlpack(scale).mul_(2),
+    "foreach": lambda scale: torch._foreach_mul_([scale], 2),
+    "data": lambda scale: scale.data.mul_(2),
+}
+
+
+@pytest.mark.parametrize("write", WRITES)
+def test_buffers_that_a_backward_needs_are_not_written_by_any_way(write):
+    options = {"pipeline_parallel_degree": 2, "microbatches": 2}
+
+    def model(write):
+        return nn.Sequential(nn.Linear(4, 4), Rescaled(write), nn.Linear(4, 4))
+
+    compile_model(model(lambda scale: None), X, **options)
+    compile_model(
+        model(lambda scale: scale.numpy().sum()), X, **options
+    )  # called whole, with statistics that it may write
+    compile_model(model(WRITES[write]), X, **options | {"microbatches": 1})
+    with pytest.raises(PartitionError, match=r"found 1\.scale: needed as it was at .*, written in place at"):
+        compile_model(model(WRITES[write]), X, **options)
+
+
+def test_a_buffer_that_forward_gives_other_memory_is_refused():
+    with pytest.raises(TraceError, match=r"forward gives 1\.scale other memory"):
+        compile_model(
+            nn.Sequential(nn.Linear(4, 4), Rescaled(lambda scale: scale.set_(scale * 2))), X, pipeline_parallel_degree=2
+        )
+
+
+class WholeNormed(Normed):
+    """It is called whole."""
+
+    def forward(self, x):
+        self.norm.weight.detach().numpy()
+        return super().forward(x)
+
+
+def test_running_statistics_of_whole_modules_that_a_backward_needs_are_not_written_under_way():
+    options = {"pipeline_parallel_degree": 2, "microbatches": 2}
+    for kind in (mark_leaf, lambda module: module):
+        for cls in (Normed, WholeNormed):
+            compile_model(nn.Sequential(nn.Linear(4, 4), kind(cls(by_running=False))), X, **options)
+            with pytest.raises(
+                PartitionError, match=r"1\.norm\.running_mean: needed as it was at .*, written in place at"
+            ):
+                compile_model(nn.Sequential(nn.Linear(4, 4), kind(cls(by_running=True))), X, **options)
+
+
+class Counting(nn.Module):
+    """Its forward writes a tensor that is a plain attribute."""
+
+    def __init__(self, write):
+        super().__init__()
+        self.layer, self.write, self.seen = nn.Linear(4, 4), write, torch.ones(4)
+
+    def forward(self, x):
+        self.write(self.seen)
+        return self.layer(x) * self.seen
+
+
+@pytest.mark.parametrize(
+    "write",
+    [
+        lambda seen: seen.mul_(2),
+        lambda seen: seen[1:].mul_(2),
+        lambda seen: seen.data.mul_(2),
+        lambda seen: np.multiply(seen.numpy(), 2, out=seen.numpy()),
+    ],
+)
+def test_attributes_that_forward_writes_are_those_of_plain_pytorch(write):
+    """A recording doubled them, or the program forgot what was written."""
+
+    def make():
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Linear(4, 4), Counting(write), nn.Linear(4, 4))
+
+    model, plain, found = make(), make(), []
+    compilation = compile_model(model, X, pipeline_parallel_degree=2, microbatches=1)
+    assert torch.equal(model[1].seen, torch.ones(4))
+    runtime = LoopbackRuntime(model)
+    runtime.install(compilation)
+    for _ in range(3):
+        runtime.run(0, [((X,), {})], lambda _, output: found.append(output), training=False)
+        torch.testing.assert_close(found[-1], plain(X))
+    with pytest.raises(
+        TraceError, match="forward writes into seen, a tensor that is no buffer; what to do: register it"
+    ):
+        compile_model(Counting(write), X, pipeline_parallel_degree=2)

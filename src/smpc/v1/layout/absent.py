@@ -8,6 +8,7 @@ all gradients, in a weight penalty, in an average of weights. Empty tensors woul
     p.requires_grad, p.dtype, p.dim()   as ever
     p.data, p.detach()                  absent, too
     p.mul_(0.5), p.data = other         nothing here: whoever holds it does it, if all ranks run the same line
+    p.normal_(), nn.init.normal_(p)     as much is drawn as its holders draw, so that what comes next is drawn as in one process
     p.grad                              None; a warning, but for torch's own code and optimizers, which skip it
     p.norm(), p + 1, F.linear(x, p)     an error
     copy.deepcopy(p)                    absent, too
@@ -20,6 +21,7 @@ scripts and optimizers cost time: about a microsecond each.
 from __future__ import annotations
 
 import contextlib
+import functools
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -31,6 +33,7 @@ import torch
 from torch import Tensor, nn
 
 from smpc.errors import UsageError
+from smpc.nn.init.whole_fills import WholeTensor, fill_whole
 
 _PLACE = "_smpc_place"
 _warned: set[tuple[str, int]] = set()  # lines
@@ -117,10 +120,21 @@ def empty(parameter: Tensor, shape: torch.Size, device: torch.device) -> Tensor:
     return torch.empty((0, *shape[1:]), dtype=parameter.dtype, device=device)
 
 
+def _whole_of(tensor: Tensor) -> WholeTensor | None:
+    """For torch.nn.init."""
+    return WholeTensor(getattr(tensor, _PLACE).shape, None) if isinstance(tensor, AbsentParameter) else None
+
+
 def mark(parameter: Tensor, name: str, shape: torch.Size, holders: tuple[int, ...], rank: int) -> None:
     """Make a parameter absent after its memory was freed."""
+    _fill_absent()
     if isinstance(parameter, nn.Parameter) and not isinstance(parameter, Absent):
         _marked(parameter, AbsentPlace(name, shape, holders, rank, type(parameter)), AbsentParameter)
+
+
+@functools.cache
+def _fill_absent() -> None:
+    fill_whole(_whole_of)
 
 
 def unmark(parameter: Tensor) -> None:
@@ -165,11 +179,21 @@ def _run_in_place(name: str, func: Callable[..., Any], args: Sequence[Any], kwar
     """In-place operations on an absent tensor do nothing. Others cannot be changed by an absent one: torch raises an error about sizes."""
     target = next(iter((*args, *(kwargs or {}).values())))
     if isinstance(target, Absent):
+        if name in _DRAWING:
+            _draw(func, place_of([target]), target, args, kwargs)
         return target
     try:
         return _run(func, args, kwargs)
     except (RuntimeError, TypeError, IndexError) as error:
         raise place_of(args, kwargs).refuse(name) from error
+
+
+def _draw(
+    func: Callable[..., Any], place: AbsentPlace, target: Any, args: Sequence[Any], kwargs: Mapping[str, Any] | None
+) -> None:
+    """Draw what the holders draw, so that what comes next is drawn as in one process."""
+    with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
+        func(torch.empty(place.shape, dtype=target.dtype, device=target.device), *args[1:], **(kwargs or {}))
 
 
 def _ignore(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
@@ -257,4 +281,8 @@ _RULES: dict[Any, Callable[..., Any]] = {
     _setter("grad_dtype"): _run,
     Tensor.__hash__: _hash,
 }
+_DRAWING = (
+    *("bernoulli_", "cauchy_", "exponential_", "geometric_", "log_normal_", "normal_", "random_", "uniform_"),
+    "kaiming_uniform_",  # of torch.nn.init, with a name of its own for these classes
+)
 _WRITING = ("__iadd__", "__isub__", "__imul__", "__itruediv__", "__ipow__", "__setitem__")

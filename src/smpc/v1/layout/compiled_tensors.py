@@ -41,6 +41,7 @@ from smpc.executor.collectives import TensorGroup
 from smpc.executor.replicas.data_parallel import broadcast
 from smpc.executor.sharded_state import check_no_hooks, slice_of
 from smpc.mesh import Axis
+from smpc.nn.init.sliced_models import note_sliced
 from smpc.nn.parallel import ParameterSlice, distributed_modules
 from smpc.tracer.ir import Trace
 from smpc.v1.layout.placement import Placement, Slices
@@ -116,6 +117,7 @@ class CompiledTensors:
             parameter.data = values if layout is None else slice_of(values, layout, group).clone()
             del values  # before the next one comes
         placement.apply()
+        note_sliced(self._module, layouts, group, lambda name, _: (placement.shape(name), placement.is_local(name)))
         broadcast([b for name, b in self._module.named_buffers() if placement.is_local(name)], group.process_group)
 
     def _agree(self, trace: Trace, placement: Placement) -> None:

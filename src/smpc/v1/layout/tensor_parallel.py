@@ -110,6 +110,15 @@ class Distribution:
         """Whether the parameter acts on the samples of the whole tensor-parallel group."""
         return id(tensor) in self._scaled or self._compiled is not None
 
+    @property
+    def shares_parameters(self) -> bool:
+        """Whether distributed modules act on the samples of several ranks."""
+        return self._parallel.group.size > 1 and bool(self._scaled)
+
+    def divides_gradient_of(self, tensor: Tensor) -> bool:
+        """Whether a gradient is divided by the number of ranks, as that of every rank counts the samples of all: see `TensorReplicas`."""
+        return self.shares_parameters and id(tensor) in self._scaled and not self._parallel.prescaled_batch
+
     def exchange(self, exchanged: Mapping[nn.Parameter, nn.Parameter]) -> None:
         """Some parameters were replaced by others, as with `fully_shard`."""
         moved = {id(old): id(new) for old, new in exchanged.items()}

@@ -20,10 +20,22 @@ from typing import Any, NoReturn, Self
 import torch
 from torch import Tensor, nn
 
-from smpc.errors import ConfigError, ConfigTypeError, ConfigUnsupportedError, UsageError
+from smpc.errors import ConfigError, ConfigTypeError, ConfigUnsupportedError, StepError, UsageError
 from smpc.v1.declare.partition import manual_partition, read_marks
 from smpc.v1.session.process_state import Session, state
 from smpc.v1.steps.context import Measures, StepContext
+
+
+def check_backward(**options: object) -> None:
+    """StepError for options of `torch.autograd.backward` that a step's backward does not have."""
+    found = [f"{name}={value!r:.40}" for name, value in options.items() if value is not None and value is not False]
+    if found:
+        raise StepError(
+            f"model.backward: expected tensors and their gradients alone, found {', '.join(found)}; a step makes one backward pass of a "
+            "microbatch, through all of the model: add several losses up, and call model.backward(loss) once; compute gradients of "
+            "gradients inside the model's forward, in a module that is called whole; freeze what is not to be trained with "
+            "requires_grad_(False)"
+        )
 
 
 class NotWrapped(nn.Module):

@@ -42,6 +42,7 @@ from smpc.v1.layout.tensor_parallel import Distribution
 from smpc.v1.model.checks import (
     NotWrapped,
     check_arguments,
+    check_backward,
     check_context,
     check_cut,
     check_experts,
@@ -321,11 +322,20 @@ class DistributedModel(ShownModel, TensorParallelModel, ObservedModel, NotWrappe
         args, kwargs = cast_inputs((args, kwargs), half)
         return cast_outputs(calls.forward(args, kwargs), half)
 
-    def backward(self, tensors: Tensors, grad_tensors: Gradients = None) -> None:
+    def backward(
+        self,
+        tensors: Tensors,
+        grad_tensors: Gradients = None,
+        retain_graph: bool | None = None,
+        create_graph: bool = False,
+        inputs: object = None,
+    ) -> None:
         """The backward pass of one microbatch, in a step function; like `torch.autograd.backward(tensors, grad_tensors)`.
 
-        `tensors`: a tensor of one element, or tensors with a gradient of the same shape each. Raises StepError elsewhere with a pipeline.
+        `tensors`: a tensor of one element, or tensors with a gradient of the same shape each. Raises StepError elsewhere with a pipeline,
+        and for the other options of torch's: a schedule makes one backward pass of a microbatch, through all of the model.
         """
+        check_backward(retain_graph=retain_graph, create_graph=create_graph, inputs=inputs)
         (self._context.calls or self._outside("model.backward", (), {})).backward(tensors, grad_tensors)
 
     def _outside(self, what: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> ModelCalls:

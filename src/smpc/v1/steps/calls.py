@@ -165,18 +165,13 @@ class Tail:
                 f"{', '.join(map(str, foreign))}; only the rank that computes the loss would train them, or each with a part of their "
                 "gradient: make their module (a criterion, a head) a part of the model, or freeze it with requires_grad_(False)"
             )
-        for why in filter(None, map(self._shared, used)):
-            raise StepError(
-                f"step function {self._step_name}: expected a loss of the model's outputs, found one that uses the model's parameters "
-                f"by itself (a penalty on weights), where {why}; compute it inside the model and return it, or use the optimizer's "
-                "weight_decay"
-            )
+        _check_uses(used, self._shared, self._step_name)
         self.roots = roots
         self.losses = losses_of(tensors, gradients)
 
 
 class LocalCall:
-    """One microbatch without a pipeline. `more_roots` adds to the roots of the step's last backward."""
+    """One microbatch without a pipeline. `more_roots` adds to the roots of the last backward. `shared`: see `Tail`; None: no reason."""
 
     def __init__(
         self,
@@ -184,9 +179,12 @@ class LocalCall:
         module: Callable[..., Any],
         scale: float,
         more_roots: Callable[[list[Tensor]], tuple[Tensor, Tensor] | None] | None,
+        shared: Callable[[nn.Parameter], str] | None = None,
     ) -> None:
         self._step_name = step_name
         self._module = module
+        self._shared = shared
+        self._first_node = 0  # of autograd, that the step function makes from the outputs on
         self._scale = scale
         self._more_roots = more_roots
         self.inputs: Inputs | None = None  # of the call, until the step function returns
@@ -209,6 +207,8 @@ class LocalCall:
         self.inputs, self.autocast = (args, dict(kwargs)), autocast_of_step_function()
         output = self._module(*args, **kwargs)
         self._outputs.watch(output)
+        if self._shared is not None:
+            self._first_node = torch.autograd._get_sequence_nr()  # type: ignore[attr-defined]
         return output
 
     def backward(self, tensors: Tensors, gradients: Gradients) -> None:
@@ -219,6 +219,8 @@ class LocalCall:
             raise _backward_twice(self._step_name)
         self.did_backward = True
         roots: Roots = make_roots(tensors, gradients, self._scale, self._step_name)
+        if self._shared is not None:
+            check_loss(roots, self._first_node, self._shared, self._step_name)
         self.losses = losses_of(tensors, gradients)
         if self._more_roots is not None:
             more = self._more_roots([tensor for tensor, _ in roots])
@@ -226,6 +228,20 @@ class LocalCall:
                 roots.append(more)
         self._outputs.release()
         torch.autograd.backward([tensor for tensor, _ in roots], [gradient for _, gradient in roots])
+
+
+def check_loss(roots: Roots, first_node: int, shared: Callable[[nn.Parameter], str], step_name: str) -> None:
+    """StepError where operations from `first_node` of autograd to the roots use parameters that ranks share. `shared`: see `Tail`."""
+    used = [leaf for leaf in _leaves_used(roots, first_node) if isinstance(leaf, nn.Parameter)]
+    _check_uses(used, shared, step_name)
+
+
+def _check_uses(used: Iterable[nn.Parameter], shared: Callable[[nn.Parameter], str], step_name: str) -> None:
+    for why in filter(None, map(shared, used)):
+        raise StepError(
+            f"step function {step_name}: expected a loss of the model's outputs, found one that uses the model's parameters by itself (a "
+            f"penalty on weights), where {why}; compute it inside the model and return it, or use the optimizer's weight_decay"
+        )
 
 
 def _leaves_used(roots: Roots, first_node: int) -> Iterator[Tensor]:

@@ -185,5 +185,6 @@ class StepContext:
         """What a use of a parameter by a loss itself, beside the model, would count wrongly; "" where it is right."""
         if self.sequences is not None:
             return "each rank that shares sequences would add its gradient"
-        model = self.script.model
-        return "this rank has a slice of one" if model is not None and model.is_distributed_parameter(parameter) else ""
+        if self.distribution.is_sharded(parameter):
+            return "this rank has a slice of one"
+        return "ranks divide the gradient of one" if self.distribution.divides_gradient_of(parameter) else ""

@@ -36,7 +36,7 @@ from smpc.observe.observer import StepWatch, batch_of
 from smpc.sample_inputs import Inputs
 from smpc.tracer.ir import Autocast
 from smpc.v1.steps.arguments import Arguments, StepBody, on_device
-from smpc.v1.steps.calls import Gradients, LocalCall, Tensors, make_roots
+from smpc.v1.steps.calls import Gradients, LocalCall, Tensors, check_loss, make_roots
 from smpc.v1.steps.context import StepContext
 from smpc.v1.steps.programs.signature import ModeReader, Signature, read_signature
 from smpc.v1.steps.results import Losses, agree, read_results, take
@@ -49,6 +49,7 @@ class Direct:
 
     def __init__(self, context: StepContext, hooks: StepHooks | None) -> None:
         self._context, self._module, self._hooks = context, context.module, hooks
+        self._first_node = 0  # of autograd, after the module's last call
         self._is_open = False  # the module was called, and no gradient has come back
         self._is_reducing = False
 
@@ -68,6 +69,7 @@ class Direct:
             hooks, trains=False
         ):  # what is whole now is gathered again in the backward, as blocks were called
             output = self._module(*args, **kwargs)
+        self._first_node = torch.autograd._get_sequence_nr()  # type: ignore[attr-defined]
         shards = innermost(hooks)
         if isinstance(shards, ModuleShards):
             shards.release()
@@ -84,7 +86,10 @@ class Direct:
 
     def backward(self, tensors: Tensors, gradients: Gradients) -> None:
         """The backward pass, with the loss scaled as in a step."""
-        roots = make_roots(tensors, gradients, 1 / self._context.precision.loss_scale, "(none: outside of steps)")
+        where = "(none: outside of steps)"
+        roots = make_roots(tensors, gradients, 1 / self._context.precision.loss_scale, where)
+        if self._is_open and self._context.distribution.shares_parameters:
+            check_loss(roots, self._first_node, self._context.shared_use_of, where)
         with self._supervised():
             torch.autograd.backward([tensor for tensor, _ in roots], [gradient for _, gradient in roots])
 
@@ -189,9 +194,11 @@ class Single:
             replicas.start_of_step()
         values, backwards, losses = [], [], Losses(context.precision)
         scale = context.divisor / context.precision.loss_scale
+        shared = context.shared_use_of if context.distribution.shares_parameters else None
         for index, microbatch in enumerate(microbatches):
             is_last = index == len(microbatches) - 1
-            whole = LocalCall(body.name, context.module, scale, self._more_roots(replicas) if is_last else None)
+            more = self._more_roots(replicas) if is_last else None
+            whole = LocalCall(body.name, context.module, scale, more, shared)
             context.calls = whole
             try:
                 with _running(self._replicas, trains=replicas is not None):

@@ -1,0 +1,63 @@
+"""Hooks that a script hangs on what a program returns: right where that is the very tensor the model goes on with, refused elsewhere.
+
+    tanh_gathered = tensor_ops.all_gather(tanh, 1, self.context_group)     # returned as out["hidden"]
+    head = F.linear(tanh, head_weight_in, head_bias_in)                    # what the model goes on with
+
+In plain PyTorch `out["hidden"].register_hook(clip)` changes the gradient that comes from the head, and `retain_grad()` keeps it. Here the
+script has a copy, to which nothing comes from the head. So it is where an earlier stage of a pipeline goes on with what the last one
+returns. An output that nothing else of the model uses, or the last stage alone, as it is, may have hooks.
+"""
+
+from __future__ import annotations
+
+from typing import NoReturn
+
+from torch import Tensor, nn
+
+from smpc.codegen.rewrite.tensor_parallel.layouts import CONVERSIONS
+from smpc.errors import StepError
+from smpc.partitioner.graph.plan import Plan
+from smpc.tracer.ir import Node, Trace
+from smpc.tracer.targets import TENSOR_OPS
+
+_CONVERSIONS = frozenset(f"{TENSOR_OPS}.{step.function}" for steps in CONVERSIONS.values() for step in steps)
+
+
+def copied_outputs(trace: Trace, plan: Plan | None = None) -> frozenset[str]:
+    """The outputs of a rewritten trace, by name, that are not all that the model goes on with. `plan`: its stages, if there are several."""
+    stages = {} if plan is None else dict(plan.assignment)
+    last = 0 if plan is None else len(plan.stages) - 1
+    by_name = {node.name: node for node in trace.nodes}
+    users: dict[str, list[Node]] = {}
+    for node in trace.nodes:
+        if node.spec is None or node.spec.requires_grad or node.mutates:  # others have no gradient
+            for name in node.inputs:
+                users.setdefault(name, []).append(node)
+
+    def is_copied(name: str) -> bool:
+        if any(stages.get(user.name, last) != last for user in users.get(name, ())):
+            return True
+        node = by_name[name]
+        while node.target in _CONVERSIONS:
+            source = next(each for each in node.inputs if by_name[each].spec is not None)
+            if any(user is not node for user in users.get(source, ())):
+                return True
+            node = by_name[source]
+        return False
+
+    return frozenset(name for name in trace.output_names if is_copied(name))
+
+
+def without_hooks(tensor: Tensor) -> Tensor:
+    """The same tensor, one of `copied_outputs`: `register_hook` and `retain_grad` of it raise StepError."""
+    if tensor.requires_grad and not isinstance(tensor, nn.Parameter):
+        vars(tensor).update(register_hook=_refuse_hook, retain_grad=_refuse_hook)
+    return tensor
+
+
+def _refuse_hook(*_: object) -> NoReturn:
+    raise StepError(
+        "expected register_hook and retain_grad on outputs that the model itself does not go on with, found them on one that it uses, too: "
+        "on its ranks it goes on with slices of it, or on another stage, and the script has a copy, which the gradient does not pass; have "
+        "a module of the model do it in its forward, or return what only the script uses"
+    )

@@ -1,0 +1,108 @@
+"""Hooks that a script hangs on a model's outputs: as in plain PyTorch, or refused where it has a copy of what the model goes on with."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from executor_harness import run_workers
+from torch import nn
+
+import smpc.context_parallel
+import smpc.tensor_parallel
+import smpc.v1 as smp
+from smpc.errors import StepError
+from smpc.executor.collectives import TensorGroup
+
+IDS = (torch.arange(32) % 10).view(4, 8)
+SHARDS = {"context": smpc.context_parallel.shard, "tensor": smpc.tensor_parallel.shard}
+
+
+class Outputs(nn.Module):
+    """Of `first` the ranks have slices with which they go on, or it is on another stage; nothing follows `last`."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed, self.up, self.down = nn.Embedding(10, 64), nn.Linear(64, 256), nn.Linear(256, 64)
+        self.head = nn.Linear(64, 8)
+
+    def forward(self, ids):
+        first = self.embed(ids)
+        hidden = torch.tanh(self.down(torch.tanh(self.up(first))))
+        mean = hidden.mean(1)
+        return {"first": first, "hidden": hidden, "mean": mean, "last": self.head(hidden) * mean.sum()}
+
+
+def make():
+    torch.manual_seed(0)
+    return Outputs()
+
+
+def loss_of(out, hooked):
+    out[hooked].register_hook(lambda gradient: 3 * gradient / gradient.norm())
+    return (
+        out["last"].square().mean() + out["mean"].square().sum() + out["hidden"].mean() + out["first"].square().mean()
+    )
+
+
+def near(model, gradients):
+    for name, gradient in gradients.items():
+        if gradient.shape == model.get_parameter(name).shape:  # others are slices
+            torch.testing.assert_close(gradient, model.get_parameter(name).grad, rtol=1e-4, atol=1e-6)
+
+
+def shared(rank, folder, axis):
+    for hooked in ("mean", "last"):
+        plain, model = make(), make()
+        loss_of(plain(IDS), hooked).backward()
+        sharded = SHARDS[axis](model, {"ids": IDS}, TensorGroup.of(dist.group.WORLD))
+        loss_of(sharded(ids=IDS), hooked).backward()
+        near(plain, {name: parameter.grad for name, parameter in model.named_parameters()})
+    out = sharded(ids=IDS)
+    for mark in (lambda: loss_of(out, "hidden"), lambda: out["hidden"].retain_grad()):
+        with pytest.raises(StepError, match="expected register_hook and retain_grad on outputs that the model itself"):
+            mark()
+
+
+@pytest.mark.parametrize("axis", SHARDS)
+def test_hooks_on_outputs_of_ranks_that_share_a_model(tmp_path, axis):
+    assert run_workers(shared, 2, tmp_path, axis) == [None] * 2
+
+
+@smp.step
+def step(model, ids, hooked):
+    loss = loss_of(model(ids), hooked)
+    model.backward(loss)
+
+
+def script(rank, folder, config):
+    """By output: the gradients with a hook on it, or the error."""
+    smp.init({"microbatches": 2, "ddp": True, **config})
+    found = {}
+    model = make()
+    if config.get("auto_partition") is False:
+        smp.set_partition(model.head, 1)
+    model = smp.DistributedModel(model)
+    for hooked in ("last", "first"):
+        model.zero_grad()
+        try:
+            step(model, IDS, hooked)
+            found[hooked] = {name: p.grad.clone() for name, p in model.local_named_parameters()}
+        except StepError as error:
+            found[hooked] = str(error)
+    smp.shutdown()
+    return found
+
+
+PIPELINE = {"pipeline_parallel_degree": 2, "auto_partition": False, "default_partition": 0}
+
+
+@pytest.mark.parametrize("config", [{"context_parallel_degree": 2}, PIPELINE, {}])
+def test_hooks_on_outputs_in_scripts(tmp_path, config):
+    for found in run_workers(script, 2, tmp_path, config):
+        for hooked in ("last", "first"):
+            if hooked == "first" and config:
+                assert "expected register_hook and retain_grad on outputs that the model itself" in found[hooked]
+                continue
+            plain = make()
+            for ids in IDS.chunk(2):
+                (loss_of(plain(ids), hooked) / 2).backward()
+            near(plain, found[hooked])
