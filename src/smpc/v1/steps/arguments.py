@@ -356,14 +356,11 @@ def form_of(
             return PlainArgument()  # the model, as a rule
         if slices_itself(leaf):
             holds_tensor = True
-            return _taken_apart(leaf, path, partial(slot_of, path=path))
+            return _taken_apart(leaf, path, partial(replace, path=path))
         if not isinstance(leaf, Tensor):
             leaf = normalise(leaf)
             return PlainArgument(leaf, sent=True) if is_constant(leaf) else PlainArgument()
         holds_tensor = True
-        return slot_of(leaf, path)
-
-    def slot_of(leaf: Tensor, path: str) -> Slot:
         if detached and leaf.requires_grad:
             raise StepError(
                 f"argument {path} requires grad, but its gradient would not come back: the rank that computes the loss uses a copy, or "

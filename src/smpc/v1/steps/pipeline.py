@@ -179,7 +179,7 @@ class StepRequest:
     form: ArgumentForm
     tensors: list[Tensor]
     arguments: Arguments
-    before: list[GivenBefore]
+    before: list[GivenBefore]  # where the last stage is on this rank
     program: int = _NEW
 
 
@@ -385,6 +385,7 @@ class Pipeline:
             modes = self._modes.read()
         inputs: list[Inputs] = []
         before: list[GivenBefore] = []
+        runs_twice = self._is_last or self.first is None  # the whole function too, as far as is known
         signatures: list[Signature] = []
         states = [RandomState.now(self._session.device)]
         for index, microbatch in enumerate(microbatches):
@@ -404,7 +405,8 @@ class Pipeline:
                     f"step function {body.name} returned without calling the model; call model(...) in it once"
                 )
             inputs.append(capture.inputs)
-            before.append(GivenBefore(capture.inputs))
+            if runs_twice:
+                before.append(GivenBefore(capture.inputs))
             signatures.append(read_signature(capture.inputs, modes, capture.grad_enabled, capture.autocast))
             states.append(RandomState.now(self._session.device))
         check_equal(signatures, body.name)
