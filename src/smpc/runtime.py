@@ -35,9 +35,11 @@ from torch.utils.hooks import RemovableHandle
 from smpc.changes_after_compile import KeptParameters, LateHooks
 from smpc.codegen.program import RankProgram, split_backwards
 from smpc.codegen.rewrite.tensor_parallel.rewrite import CONTEXT, GROUP, group_attribute
+from smpc.codegen.rewrite.tensor_parallel.strategy import draws
 from smpc.codegen.stage import StageModule, build_stage, compile_stage
 from smpc.compile.result import Compilation
 from smpc.errors import StepError, UsageError
+from smpc.executor.draws import StageDraws
 from smpc.executor.program.interpreter import Interpreter, run_loopback
 from smpc.executor.replicas.context_sums import ContextSums
 from smpc.executor.replicas.fully_shard import StageShards
@@ -68,7 +70,10 @@ OnOutput = Callable[[int, Any], Roots | None]
 
 
 class RankPrograms:
-    """One rank's stages and interpreters, for training and evaluation, of one compilation."""
+    """One rank's stages and interpreters, for training and evaluation, of one compilation.
+
+    `has_generators`: whether the rank draws from generators of its own, as a process does.
+    """
 
     def __init__(
         self,
@@ -78,6 +83,8 @@ class RankPrograms:
         transport: Transport,
         device: torch.device,
         hooks: Callable[[Mapping[int, StageModule]], StepHooks | None],
+        *,
+        has_generators: bool,
     ) -> None:
         if compilation.sharded is not None and GROUP not in vars(model):
             raise UsageError(
@@ -117,6 +124,8 @@ class RankPrograms:
         parameters = shared_parameters(model, program)
         shards = _shards_of(made)
         modules = self.stages if shards is None else shards.modules(self.stages)
+        is_first_to_draw = rank not in _drawing_ranks(compilation)[1:]
+        own_draws = StageDraws(rank, device) if has_generators and not is_first_to_draw else None
         self._interpreters = {
             training: Interpreter(
                 programs[rank],
@@ -127,6 +136,7 @@ class RankPrograms:
                 hooks=trains if training else None,
                 labels=labels,
                 peers=programs,
+                draws=own_draws,
             )
             for training, programs in ((True, compilation.programs), (False, compilation.evaluation_programs))
         }
@@ -233,7 +243,9 @@ class Runtime:
         """
         if self._kept is not None:
             self._kept.check(thoroughly=True)
-        new = RankPrograms(self._model, compilation, self._rank, self._transport, self.device, self._hooks_for)
+        new = RankPrograms(
+            self._model, compilation, self._rank, self._transport, self.device, self._hooks_for, has_generators=True
+        )
         if self._kept is None and compilation.environment is not None:
             self._kept = KeptParameters(self._model)  # the hooks may have replaced them
         if program is None or program == len(self._programs):
@@ -364,7 +376,9 @@ class LoopbackRuntime:
         transports = loopback_transports(num_ranks, self._device)
         self._programs.append(
             tuple(
-                RankPrograms(model, compilation, rank, transports[rank], self._device, lambda stages: None)
+                RankPrograms(
+                    model, compilation, rank, transports[rank], self._device, lambda stages: None, has_generators=False
+                )
                 for rank, model in enumerate(models[:num_ranks])
             )
         )
@@ -463,6 +477,13 @@ def _apply_torch_compile(stages: Mapping[int, StageModule], program: RankProgram
 def _tensors_to_runtime(inputs: Sequence[Mapping[str, Tensor]] | None) -> Iterator[Tensor]:
     for values in inputs or ():
         yield from values.values()
+
+
+def _drawing_ranks(compilation: Compilation) -> list[int]:
+    """The pipeline ranks whose stages draw random numbers, in order."""
+    ranks = {stage.index: stage.rank for stage in compilation.plan.stages}
+    drawn = {node.name for node in compilation.trace.nodes if draws(node)}
+    return sorted({ranks[stage] for name, stage in compilation.plan.assignment if name in drawn})
 
 
 def _check_environment(environment: Environment) -> None:
