@@ -47,7 +47,7 @@ from smpc.executor.replicas.group_hooks import StepHooks, innermost
 from smpc.executor.transport import Transport, loopback_transports
 from smpc.observe.observer import Observer, RankRecord, StepCallback, StepWatch, batch_of
 from smpc.observe.window import Window
-from smpc.optimizers.torch_patches import check_optimizers, refuse_norms
+from smpc.optimizers.torch_patches import check_optimizers, refuse_norms, refuse_scaling
 from smpc.partitioner.costs.cost import useful_flops
 from smpc.partitioner.graph.plan import Plan
 from smpc.rank_models import RankModels
@@ -116,6 +116,7 @@ class RankPrograms:
         program = compilation.programs[rank]
         self._num_microbatches, self._device = program.num_microbatches, device
         self.stages = {code.index: build_stage(code, model, device) for code in program.stages}
+        self.has_output = program.rank == compilation.plan.stages[-1].rank
         self._refreshed = [stage for stage in self.stages.values() if stage.holds_tensors]
         _apply_torch_compile(self.stages, program, model)
         labels = _labels_in_runtime_errors(compilation.trace)
@@ -200,7 +201,8 @@ class Runtime:
     The script's own optimizers update the parameters of this rank's stages. If there are several ranks, the first step of one that looks at
     all parameters or all gradients (LBFGS, D-Adaptation, Prodigy, a norm of its own over all) is a ConfigError: each rank would go by its
     own stages. Classes that are not torch's are tried on small tensors. So is `torch.nn.utils.clip_grad_norm_` of their parameters; its
-    message says how to clip by the norm of all. `checks_optimizers`: False leaves both out.
+    message says how to clip by the norm of all. So is `torch.amp.GradScaler`, by which each rank would skip steps for itself.
+    `checks_optimizers`: False leaves all three out.
     """
 
     def __init__(
@@ -229,6 +231,7 @@ class Runtime:
             parts_in = functools.partial(_stages_in, weakref.ref(self))
             weakref.finalize(self, check_optimizers(parts_in, "one pipeline rank", are_whole=True))
             weakref.finalize(self, refuse_norms(parts_in))
+            weakref.finalize(self, refuse_scaling(parts_in))
 
     @property
     def stages(self) -> Mapping[int, StageModule]:
@@ -258,8 +261,17 @@ class Runtime:
     def run(
         self, program: int, microbatches: Sequence[Inputs] | None, on_output: OnOutput | None, *, training: bool
     ) -> None:
-        """One step: forwards and, when `training`, backwards of all microbatches."""
+        """One step: forwards and, when `training`, backwards of all microbatches.
+
+        UsageError if it trains, and the rank of the last stage has no `on_output`.
+        """
         programs = self._programs[program]
+        if training and on_output is None and programs.has_output:
+            raise UsageError(
+                f"run: expected on_output on pipeline rank {self._rank}, whose stage {max(programs.stages)} is the last one under this "
+                "schedule, as it gives the losses of a training step, found None: nothing would be trained; pass it on every rank, other "
+                "ranks do not call it"
+            )
         if programs.environment is not None:
             _check_environment(programs.environment)
         if self._kept is not None:
