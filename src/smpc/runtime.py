@@ -32,7 +32,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from smpc.changes_after_compile import KeptParameters, LateHooks
+from smpc.changes_after_compile import KeptParameters, LateHooks, StateHook
 from smpc.codegen.program import RankProgram, split_backwards
 from smpc.codegen.rewrite.tensor_parallel.rewrite import CONTEXT, GROUP, group_attribute
 from smpc.codegen.rewrite.tensor_parallel.strategy import draws
@@ -202,7 +202,8 @@ class Runtime:
     all parameters or all gradients (LBFGS, D-Adaptation, Prodigy, a norm of its own over all) is a ConfigError: each rank would go by its
     own stages. Classes that are not torch's are tried on small tensors. So is `torch.nn.utils.clip_grad_norm_` of their parameters; its
     message says how to clip by the norm of all. So is `torch.amp.GradScaler`, by which each rank would skip steps for itself.
-    `checks_optimizers`: False leaves all three out.
+    Once a step has trained, `model.state_dict()` and pickling the model are a UsageError where other ranks have parameters of it: they
+    would have the values of before. `checks_optimizers`: False leaves all four out.
     """
 
     def __init__(
@@ -227,11 +228,14 @@ class Runtime:
         self._programs: list[RankPrograms] = []
         self._running: Interpreter | None = None
         self._kept: KeptParameters | None = None  # unless its environment is checked elsewhere
+        self._has_trained = False
         if checks_optimizers:
             parts_in = functools.partial(_stages_in, weakref.ref(self))
             weakref.finalize(self, check_optimizers(parts_in, "one pipeline rank", are_whole=True))
             weakref.finalize(self, refuse_norms(parts_in))
             weakref.finalize(self, refuse_scaling(parts_in))
+            hook = StateHook(functools.partial(_refuse_stale_state, weakref.ref(self)))
+            weakref.finalize(self, model.register_state_dict_pre_hook(hook).remove)  # type: ignore[no-untyped-call]
 
     @property
     def stages(self) -> Mapping[int, StageModule]:
@@ -290,6 +294,7 @@ class Runtime:
         if self._shards is not None:
             self._shards.release()
         self._running = None
+        self._has_trained |= training
 
     def register_step_callback(self, callback: StepCallback) -> RemovableHandle:
         """Call `callback(info)` after every step on this rank, with a `smpc.StepInfo`."""
@@ -362,6 +367,22 @@ def _stages_in(found: weakref.ref[Runtime], held: Sequence[Tensor]) -> str:
         return ""
     own = {id(parameter) for stage in runtime.stages.values() for parameter in stage.parameters()}
     return "the stages of one rank of a pipeline" if any(id(each) in own for each in held) else ""
+
+
+def _refuse_stale_state(found: weakref.ref[Runtime], asked: nn.Module | None) -> None:
+    """Raise UsageError for the state of a whole model of which other ranks train a part; copies of it are the script's own."""
+    runtime = found()
+    if runtime is None or not runtime._has_trained or asked not in (None, runtime._model):
+        return
+    own = {id(parameter) for stage in runtime.stages.values() for parameter in stage.parameters()}
+    used = {name for stage in runtime._programs[0].plan.stages for name in stage.parameters}
+    stale = [name for name, parameter in runtime._model.named_parameters() if name in used and id(parameter) not in own]
+    if stale:
+        raise UsageError(
+            f"state_dict: expected a model that is whole on this rank, found pipeline rank {runtime._rank}, whose {len(stale)} parameters "
+            f"of other ranks ({stale[0]}, ...) are as they were before training; each stage of runtime.stages has its own state_dict(), "
+            "with the model's names: gather those of all ranks into one"
+        )
 
 
 class LoopbackRuntime:

@@ -1,6 +1,8 @@
 """Scripts that run `smpc.Runtime`: optimizers and norms that look at all parameters are refused where other ranks have some."""
 
 import copy
+import gc
+import pickle
 
 import pytest
 import torch
@@ -123,3 +125,47 @@ def test_a_training_step_without_losses_is_refused(tmp_path):
     )
     assert last == ""
     assert run_workers(trained_from, 2, tmp_path, (0, 1)) == ["trained"] * 2
+
+
+def saved_from(rank, folder):
+    model, x = made()
+    assert model.state_dict()
+    compilation = smpc.compile_model(model, x, pipeline_parallel_degree=2, microbatches=2)
+    runtime = Runtime(model, rank=rank, transport=GlooTransport(torch.distributed.group.WORLD))
+    number = runtime.install(compilation)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def step(runtime, training):
+        parts = [((part,), {}) for part in x.chunk(2)] if rank == 0 else None
+        runtime.run(
+            number, parts, lambda _, y: [(y.square().mean() / 2, None)] if training else None, training=training
+        )
+
+    step(runtime, False)
+    assert model.state_dict()  # nothing has been trained
+    assert pickle.loads(pickle.dumps(model)).state_dict()
+    step(runtime, True)
+    optimizer.step()
+    with pytest.raises(
+        UsageError, match=f"state_dict: expected a model that is whole on this rank, found pipeline rank {rank}"
+    ):
+        nn.ModuleDict({"inner": model}).state_dict()
+    with pytest.raises(UsageError, match="state_dict: expected a model that is whole on this rank"):
+        torch.save(model, folder / f"whole{rank}.pt")
+    assert copy.deepcopy(model).state_dict()  # to gather into
+    found = {name: value for stage in runtime.stages.values() for name, value in stage.state_dict().items()}
+    model.load_state_dict(found, strict=False)
+    del runtime
+    gc.collect()
+    assert model.state_dict()
+    return found
+
+
+def test_the_state_of_a_model_that_is_in_part_on_other_ranks_is_refused(tmp_path):
+    """Rank 0 saved the first stage's trained weights with the last stage's initial ones, without a word."""
+    first, last = run_workers(saved_from, 2, tmp_path)
+    plain, x = made()
+    optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
+    plain(x).square().mean().backward()
+    optimizer.step()
+    torch.testing.assert_close(first | last, dict(plain.state_dict()))
