@@ -104,13 +104,13 @@ class StageDraws:
         self._rank = rank
         self._cuda = device if device.type == "cuda" else None
 
-    def around(self, stage: Callable[..., Any]) -> Callable[..., Any]:
-        """`stage`, with numbers of this rank's own."""
+    def around(self, compute: Callable[..., Any]) -> Callable[..., Any]:
+        """A stage, or what computes a loss of its outputs, with numbers of this rank's own."""
 
         def call(*arguments: Any) -> Any:
             place = f"{int(torch.randint(2**62, ()).item())}/{self._rank}"
             seed = int.from_bytes(hashlib.blake2b(place.encode(), digest_size=7).digest())
             with _seeded(seed, self._cuda):
-                return stage(*arguments)
+                return compute(*arguments)
 
         return call

@@ -245,7 +245,8 @@ class Binder:
         has_backward = self._program.has_backward
         moves = (stage, microbatch) in self._moving
         checkpointing = Checkpointing()
-        call = module if self._draws is None else self._draws.around(module)
+        draws = self._draws
+        call = module if draws is None else draws.around(module)
 
         def run() -> None:
             arguments = frame.inputs
@@ -268,7 +269,8 @@ class Binder:
             for output in rooted:
                 frame.edges[output] = _bound_edge(outputs[output], keep_tensors)
             if is_last and step.on_output is not None:
-                _finish_forward(frame, step.on_output(microbatch, outputs), has_backward)
+                on_output = step.on_output if draws is None else draws.around(step.on_output)
+                _finish_forward(frame, on_output(microbatch, outputs), has_backward)
 
         return run
 

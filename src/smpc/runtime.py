@@ -125,8 +125,8 @@ class RankPrograms:
         parameters = shared_parameters(model, program)
         shards = _shards_of(made)
         modules = self.stages if shards is None else shards.modules(self.stages)
-        is_first_to_draw = rank not in _drawing_ranks(compilation)[1:]
-        own_draws = StageDraws(rank, device) if has_generators and not is_first_to_draw else None
+        drawing = _drawing_ranks(compilation) if has_generators else []
+        own_draws = StageDraws(rank, device) if drawing and rank > drawing[0] else None
         self._interpreters = {
             training: Interpreter(
                 programs[rank],

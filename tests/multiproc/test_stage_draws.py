@@ -48,10 +48,11 @@ class Layers(nn.Module):
 
 
 @smp.step
-def masks_of(model, x):
+def masks_of(model, x, has_own):
     _, found = model(x)
     model.backward(found.sum())
-    return found.sum(), found.detach() != 0
+    own = F.dropout(torch.ones(1, WIDTH), 0.5 if has_own else 0.0) != 0
+    return found.sum(), found.detach() != 0, own
 
 
 def seen(rank, folder, config, draws, recomputes):
@@ -66,10 +67,10 @@ def seen(rank, folder, config, draws, recomputes):
     found = []
     for _ in range(STEPS):
         model.zero_grad()
-        loss, masks = masks_of(model, torch.ones(MB, WIDTH))
+        loss, masks, own = masks_of(model, torch.ones(MB, WIDTH), len(draws) > 1)
         weights = {name: p for name, p in model.local_named_parameters() if name.endswith("weight")}
         products = [(p.grad * p).sum() for p in weights.values()]
-        found.append((masks.concat(), loss.reduce_mean(), sum(products)))
+        found.append((masks.concat(), own.concat(), loss.reduce_mean(), sum(products)))
     smp.shutdown()
     return found
 
@@ -85,11 +86,17 @@ def test_no_two_layers_drop_the_same_elements(tmp_path, config, recomputes):
     """The second stage's layers had the masks of the first stage's: both ranks began from one seed."""
     first, last = run_workers(seen, 2, tmp_path, config, range(LAYERS), recomputes)
     masks = [mask for step, *_ in first for sample in step for mask in sample]
+    inside = [mask[1:-1] for mask in masks]
     own = [mask for (step,) in in_one_process(range(LAYERS)) for sample in step for mask in sample]
     assert len(masks) == len(own) == STEPS * MB * LAYERS
     for those in (masks, own):
         assert not any(torch.equal(a, b) for a, b in itertools.combinations(those, 2))
-    for (_, loss, one), (_, _, other) in zip(first, last, strict=True):
+    for step in (
+        own[sample] for _, own, *_ in last for sample in range(MB)
+    ):  # what the step function has drawn after the model
+        windows = step.unfold(0, WIDTH - 2, 1)
+        assert not any(torch.equal(window, mask) for window in windows for mask in inside)
+    for (*_, loss, one), (*_, other) in zip(first, last, strict=True):
         torch.testing.assert_close(one + other, loss.detach())
 
 
