@@ -4,11 +4,15 @@ draw_apart             the operation on a slice: equal draws where data is equal
 dropout_noise          what dropout multiplies a whole value by, as one process draws it; every rank draws it, and takes its slice
 attention_with_noise   attention with the noise of its dropout given
 draw_as_first          has all ranks of a group go on from the first one's random state
+StageDraws             what the stages of one pipeline rank draw: nothing that other ranks' stages draw
 """
 
 from __future__ import annotations
 
+import hashlib
 import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -26,13 +30,19 @@ def draw_apart(name: str, group: TensorGroup, *args: Any, **kwargs: Any) -> Any:
     They go on alike from there: one draw of the default CPU generator, in which they agree, seeds all that the call draws.
     """
     seed = int(torch.randint(2**62, ()).item()) + group.rank
-    cuda = next((arg.device for arg in args if isinstance(arg, Tensor) and arg.is_cuda), None)
+    with _seeded(seed, next((arg.device for arg in args if isinstance(arg, Tensor) and arg.is_cuda), None)):
+        return function(name)(*args, **kwargs)
+
+
+@contextmanager
+def _seeded(seed: int, cuda: torch.device | None) -> Iterator[None]:
+    """In this context the default generators start from `seed`; afterwards they go on from where they were."""
     with torch.random.fork_rng([] if cuda is None else [cuda]):
         torch.default_generator.manual_seed(seed)
         if cuda is not None:
             with torch.cuda.device(cuda):
                 torch.cuda.manual_seed(seed)
-        return function(name)(*args, **kwargs)
+        yield
 
 
 def dropout_noise(
@@ -80,3 +90,27 @@ def draw_as_first(group: TensorGroup, device: torch.device) -> None:
         torch.set_rng_state(both[: len(cpu)])
         if device.type == "cuda":
             torch.cuda.set_rng_state(both[len(cpu) :], device)
+
+
+class StageDraws:
+    """Random numbers of the stages of one pipeline rank, beside another rank that draws from the default generators as they are.
+
+    Scripts seed all ranks alike, so that they build the same model. The generators of two ranks are then the same, and equal layers on two
+    ranks would drop the same elements, where one process drops others in each. So each call of a stage is seeded by one draw of the
+    default CPU generator, and by the rank: it follows `torch.manual_seed`, and the ranks of a tensor-parallel group still agree.
+    """
+
+    def __init__(self, rank: int, device: torch.device) -> None:
+        self._rank = rank
+        self._cuda = device if device.type == "cuda" else None
+
+    def around(self, compute: Callable[..., Any]) -> Callable[..., Any]:
+        """A stage, or what computes a loss of its outputs, with numbers of this rank's own."""
+
+        def call(*arguments: Any) -> Any:
+            place = f"{int(torch.randint(2**62, ()).item())}/{self._rank}"
+            seed = int.from_bytes(hashlib.blake2b(place.encode(), digest_size=7).digest())
+            with _seeded(seed, self._cuda):
+                return compute(*arguments)
+
+        return call

@@ -34,6 +34,7 @@ from smpc.codegen.program import Instruction, Op, RankProgram, StageCode, split_
 from smpc.codegen.recompute import Checkpointing
 from smpc.codegen.stage import StageModule
 from smpc.errors import StepError, TransportError
+from smpc.executor.draws import StageDraws
 from smpc.executor.program.channels import MASK_DTYPE, ChannelBinder, Delivery, Inbox, Presence, mask_form
 from smpc.executor.program.frame import Frame, Handler, Inputs, Root, StepInputs
 from smpc.executor.program.host_copies import HostCopyMover, addresses
@@ -138,8 +139,10 @@ class Binder:
         window: int,
         labels: Mapping[str, str],
         peers: Sequence[RankProgram],
+        draws: StageDraws | None = None,
     ) -> None:
         self.step = StepInputs()
+        self._draws = draws
         self._program = program
         self._modules = stages
         self._codes = {code.index: code for code in program.stages}
@@ -242,6 +245,8 @@ class Binder:
         has_backward = self._program.has_backward
         moves = (stage, microbatch) in self._moving
         checkpointing = Checkpointing()
+        draws = self._draws
+        call = module if draws is None else draws.around(module)
 
         def run() -> None:
             arguments = frame.inputs
@@ -249,9 +254,9 @@ class Binder:
             with Checkpointing(frame.kept) if moves else checkpointing:
                 if split is not None and split.is_worthwhile:
                     with uncompiled(), Deferral(frame.pending):
-                        outputs = module(*arguments)
+                        outputs = call(*arguments)
                 else:
-                    outputs = module(*arguments)
+                    outputs = call(*arguments)
             assert len(outputs) == num_outputs, f"stage {stage} returned {len(outputs)} values, planned {num_outputs}"
             if moves:
                 frame.stay = addresses((*outputs, *module.parameters(), *_model_inputs(step.inputs, microbatch)))
@@ -264,7 +269,8 @@ class Binder:
             for output in rooted:
                 frame.edges[output] = _bound_edge(outputs[output], keep_tensors)
             if is_last and step.on_output is not None:
-                _finish_forward(frame, step.on_output(microbatch, outputs), has_backward)
+                on_output = step.on_output if draws is None else draws.around(step.on_output)
+                _finish_forward(frame, on_output(microbatch, outputs), has_backward)
 
         return run
 

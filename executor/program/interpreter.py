@@ -30,6 +30,7 @@ from torch import nn
 
 from smpc.codegen.program import Op, RankProgram
 from smpc.errors import ScheduleError
+from smpc.executor.draws import StageDraws
 from smpc.executor.measure.spans import SpanRecorder
 from smpc.executor.program.bind import Binder
 from smpc.executor.program.frame import Inputs, OnOutput
@@ -47,7 +48,7 @@ class Interpreter:
     up). Received tensors are put on `device`. `window` is how many messages of a peer are received ahead. `labels`: names of values in
     error messages, if not their own. `peers`: the programs of all ranks, from which it knows early when sent tensors have arrived;
     without them tensors are held until the step ends. With them, construction is collective over the ranks, since their connections are
-    made.
+    made. `draws`: where the stages' random numbers come from, if not from the default generators as they are.
     """
 
     def __init__(
@@ -62,6 +63,7 @@ class Interpreter:
         window: int = DEFAULT_WINDOW,
         labels: Mapping[str, str] | None = None,
         peers: Sequence[RankProgram] = (),
+        draws: StageDraws | None = None,
     ) -> None:
         expected = [code.index for code in program.stages]
         assert sorted(stages) == sorted(expected), f"rank {program.rank} runs stages {expected}, got {sorted(stages)}"
@@ -73,7 +75,16 @@ class Interpreter:
         self._transport = transport
         self._hooks = hooks
         self._binder = Binder(
-            program, stages, transport, parameters or {}, hooks, torch.device(device), window, labels or {}, peers
+            program,
+            stages,
+            transport,
+            parameters or {},
+            hooks,
+            torch.device(device),
+            window,
+            labels or {},
+            peers,
+            draws,
         )
         self._handlers = self._binder.bind()
         self._runs = [handler.run for handler in self._handlers]

@@ -16,7 +16,7 @@ these objects.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from torch import nn
@@ -131,6 +131,28 @@ class KeptParameters:
                     f"parameter {name!r}: expected the same as {owner!r}, as when the model was sharded, found another one; "
                     "make them one again, for instance by model.tie_weights()"
                 )
+
+
+class StateHook:
+    """`check(model)` before the model's `state_dict()`, and `check(None)` before it is pickled. Copies of the model have none of it."""
+
+    def __init__(self, check: Callable[[nn.Module | None], None]) -> None:
+        self._check = check
+
+    def __call__(self, model: nn.Module, *_: Any) -> None:
+        """As torch calls it: also with the prefix, and whether to keep variables."""
+        self._check(model)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> StateHook:
+        return StateHook(_accept)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        self._check(None)
+        return StateHook, (_accept,)
+
+
+def _accept(model: nn.Module | None) -> None:
+    """Every model."""
 
 
 def changed_parameter(name: str, before: Mapping[str, Any], now: Mapping[str, Any]) -> StepError:

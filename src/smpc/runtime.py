@@ -32,12 +32,14 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from smpc.changes_after_compile import KeptParameters, LateHooks
+from smpc.changes_after_compile import KeptParameters, LateHooks, StateHook
 from smpc.codegen.program import RankProgram, split_backwards
 from smpc.codegen.rewrite.tensor_parallel.rewrite import CONTEXT, GROUP, group_attribute
+from smpc.codegen.rewrite.tensor_parallel.strategy import draws
 from smpc.codegen.stage import StageModule, build_stage, compile_stage
 from smpc.compile.result import Compilation
 from smpc.errors import StepError, UsageError
+from smpc.executor.draws import StageDraws
 from smpc.executor.program.interpreter import Interpreter, run_loopback
 from smpc.executor.replicas.context_sums import ContextSums
 from smpc.executor.replicas.fully_shard import StageShards
@@ -46,7 +48,7 @@ from smpc.executor.transport import Transport, loopback_transports
 from smpc.hooks_on_outputs import copied_outputs, without_hooks
 from smpc.observe.observer import Observer, RankRecord, StepCallback, StepWatch, batch_of
 from smpc.observe.window import Window
-from smpc.optimizers.torch_patches import check_optimizers, refuse_norms
+from smpc.optimizers.torch_patches import check_optimizers, refuse_norms, refuse_scaling
 from smpc.partitioner.costs.cost import useful_flops
 from smpc.partitioner.graph.plan import Plan
 from smpc.rank_models import RankModels
@@ -69,7 +71,10 @@ OnOutput = Callable[[int, Any], Roots | None]
 
 
 class RankPrograms:
-    """One rank's stages and interpreters, for training and evaluation, of one compilation."""
+    """One rank's stages and interpreters, for training and evaluation, of one compilation.
+
+    `has_generators`: whether the rank draws from generators of its own, as a process does.
+    """
 
     def __init__(
         self,
@@ -79,6 +84,8 @@ class RankPrograms:
         transport: Transport,
         device: torch.device,
         hooks: Callable[[Mapping[int, StageModule]], StepHooks | None],
+        *,
+        has_generators: bool,
     ) -> None:
         if compilation.sharded is not None and GROUP not in vars(model):
             raise UsageError(
@@ -110,6 +117,7 @@ class RankPrograms:
         program = compilation.programs[rank]
         self._num_microbatches, self._device = program.num_microbatches, device
         self.stages = {code.index: build_stage(code, model, device) for code in program.stages}
+        self.has_output = program.rank == compilation.plan.stages[-1].rank
         self._refreshed = [stage for stage in self.stages.values() if stage.holds_tensors]
         _apply_torch_compile(self.stages, program, model)
         labels = _labels_in_runtime_errors(compilation.trace)
@@ -118,6 +126,8 @@ class RankPrograms:
         parameters = shared_parameters(model, program)
         shards = _shards_of(made)
         modules = self.stages if shards is None else shards.modules(self.stages)
+        drawing = _drawing_ranks(compilation) if has_generators else []
+        own_draws = StageDraws(rank, device) if drawing and rank > drawing[0] else None
         self._interpreters = {
             training: Interpreter(
                 programs[rank],
@@ -128,6 +138,7 @@ class RankPrograms:
                 hooks=trains if training else None,
                 labels=labels,
                 peers=programs,
+                draws=own_draws,
             )
             for training, programs in ((True, compilation.programs), (False, compilation.evaluation_programs))
         }
@@ -191,7 +202,9 @@ class Runtime:
     The script's own optimizers update the parameters of this rank's stages. If there are several ranks, the first step of one that looks at
     all parameters or all gradients (LBFGS, D-Adaptation, Prodigy, a norm of its own over all) is a ConfigError: each rank would go by its
     own stages. Classes that are not torch's are tried on small tensors. So is `torch.nn.utils.clip_grad_norm_` of their parameters; its
-    message says how to clip by the norm of all. `checks_optimizers`: False leaves both out.
+    message says how to clip by the norm of all. So is `torch.amp.GradScaler`, by which each rank would skip steps for itself.
+    Once a step has trained, `model.state_dict()` and pickling the model are a UsageError where other ranks have parameters of it: they
+    would have the values of before. `checks_optimizers`: False leaves all four out.
     """
 
     def __init__(
@@ -216,10 +229,14 @@ class Runtime:
         self._programs: list[RankPrograms] = []
         self._running: Interpreter | None = None
         self._kept: KeptParameters | None = None  # unless its environment is checked elsewhere
+        self._has_trained = False
         if checks_optimizers:
             parts_in = functools.partial(_stages_in, weakref.ref(self))
             weakref.finalize(self, check_optimizers(parts_in, "one pipeline rank", are_whole=True))
             weakref.finalize(self, refuse_norms(parts_in))
+            weakref.finalize(self, refuse_scaling(parts_in))
+            hook = StateHook(functools.partial(_refuse_stale_state, weakref.ref(self)))
+            weakref.finalize(self, model.register_state_dict_pre_hook(hook).remove)  # type: ignore[no-untyped-call]
 
     @property
     def stages(self) -> Mapping[int, StageModule]:
@@ -234,7 +251,9 @@ class Runtime:
         """
         if self._kept is not None:
             self._kept.check(thoroughly=True)
-        new = RankPrograms(self._model, compilation, self._rank, self._transport, self.device, self._hooks_for)
+        new = RankPrograms(
+            self._model, compilation, self._rank, self._transport, self.device, self._hooks_for, has_generators=True
+        )
         if self._kept is None and compilation.environment is not None:
             self._kept = KeptParameters(self._model)  # the hooks may have replaced them
         if program is None or program == len(self._programs):
@@ -247,8 +266,17 @@ class Runtime:
     def run(
         self, program: int, microbatches: Sequence[Inputs] | None, on_output: OnOutput | None, *, training: bool
     ) -> None:
-        """One step: forwards and, when `training`, backwards of all microbatches."""
+        """One step: forwards and, when `training`, backwards of all microbatches.
+
+        UsageError if it trains, and the rank of the last stage has no `on_output`.
+        """
         programs = self._programs[program]
+        if training and on_output is None and programs.has_output:
+            raise UsageError(
+                f"run: expected on_output on pipeline rank {self._rank}, whose stage {max(programs.stages)} is the last one under this "
+                "schedule, as it gives the losses of a training step, found None: nothing would be trained; pass it on every rank, other "
+                "ranks do not call it"
+            )
         if programs.environment is not None:
             _check_environment(programs.environment)
         if self._kept is not None:
@@ -269,6 +297,7 @@ class Runtime:
         if self._shards is not None:
             self._shards.release()
         self._running = None
+        self._has_trained |= training
 
     def register_step_callback(self, callback: StepCallback) -> RemovableHandle:
         """Call `callback(info)` after every step on this rank, with a `smpc.StepInfo`."""
@@ -343,6 +372,22 @@ def _stages_in(found: weakref.ref[Runtime], held: Sequence[Tensor]) -> str:
     return "the stages of one rank of a pipeline" if any(id(each) in own for each in held) else ""
 
 
+def _refuse_stale_state(found: weakref.ref[Runtime], asked: nn.Module | None) -> None:
+    """Raise UsageError for the state of a whole model of which other ranks train a part; copies of it are the script's own."""
+    runtime = found()
+    if runtime is None or not runtime._has_trained or asked not in (None, runtime._model):
+        return
+    own = {id(parameter) for stage in runtime.stages.values() for parameter in stage.parameters()}
+    used = {name for stage in runtime._programs[0].plan.stages for name in stage.parameters}
+    stale = [name for name, parameter in runtime._model.named_parameters() if name in used and id(parameter) not in own]
+    if stale:
+        raise UsageError(
+            f"state_dict: expected a model that is whole on this rank, found pipeline rank {runtime._rank}, whose {len(stale)} parameters "
+            f"of other ranks ({stale[0]}, ...) are as they were before training; each stage of runtime.stages has its own state_dict(), "
+            "with the model's names: gather those of all ranks into one"
+        )
+
+
 class LoopbackRuntime:
     """All pipeline ranks in one process, over the parameters of one model.
 
@@ -367,7 +412,9 @@ class LoopbackRuntime:
         transports = loopback_transports(num_ranks, self._device)
         self._programs.append(
             tuple(
-                RankPrograms(model, compilation, rank, transports[rank], self._device, lambda stages: None)
+                RankPrograms(
+                    model, compilation, rank, transports[rank], self._device, lambda stages: None, has_generators=False
+                )
                 for rank, model in enumerate(models[:num_ranks])
             )
         )
@@ -468,6 +515,13 @@ def _apply_torch_compile(stages: Mapping[int, StageModule], program: RankProgram
 def _tensors_to_runtime(inputs: Sequence[Mapping[str, Tensor]] | None) -> Iterator[Tensor]:
     for values in inputs or ():
         yield from values.values()
+
+
+def _drawing_ranks(compilation: Compilation) -> list[int]:
+    """The pipeline ranks whose stages draw random numbers, in order."""
+    ranks = {stage.index: stage.rank for stage in compilation.plan.stages}
+    drawn = {node.name for node in compilation.trace.nodes if draws(node)}
+    return sorted({ranks[stage] for name, stage in compilation.plan.assignment if name in drawn})
 
 
 def _check_environment(environment: Environment) -> None:

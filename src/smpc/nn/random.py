@@ -29,10 +29,11 @@ _KEPT_TICKETS = 1 << 16  # more contexts than microbatches in flight have betwee
 
 
 class RandomStreams:
-    """Two streams, started from `seed`: one that all ranks share, one of this rank alone."""
+    """Two streams, started from `seed`: one that all ranks share, one of this rank alone; others on each pipeline rank."""
 
-    def __init__(self, seed: int | None = None, rank: int = 0) -> None:
+    def __init__(self, seed: int | None = None, rank: int = 0, pipeline_rank: int = 0) -> None:
         self._rank = rank
+        self._pipeline = f"/stages of {pipeline_rank}" if pipeline_rank else ""
         self._seed = seed
         self._counts = {"replicated": 0, "split": 0}
         self._tickets: OrderedDict[tuple[str, int], int] = OrderedDict()
@@ -68,7 +69,7 @@ class RandomStreams:
         number = self._number(stream)
         generator = _default_generator(device)
         outside = generator.get_state()
-        place = f"{self._seed}/{stream}/{self._rank if stream == 'split' else ''}/{number}"
+        place = f"{self._seed}/{stream}/{self._rank if stream == 'split' else ''}/{number}{self._pipeline}"
         generator.manual_seed(int.from_bytes(hashlib.blake2b(place.encode(), digest_size=7).digest()))
         try:
             yield

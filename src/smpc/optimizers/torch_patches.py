@@ -128,6 +128,34 @@ def refuse_norms(parts_in: Callable[[Sequence[Tensor]], str]) -> Undo:
     return replace_clipping({"clip_grad_norm_": clip_grad_norm_by(clip)})
 
 
+def refuse_scaling(parts_in: Callable[[Sequence[Tensor]], str]) -> Undo:
+    """Have `torch.amp.GradScaler` raise ConfigError for an optimizer of parameters of which other ranks have the rest.
+
+    `parts_in` the optimizer's parameters: what parts they are, in words; empty, if there are no others.
+    """
+
+    def make(original: Callable[..., Any]) -> Callable[..., Any]:
+        def checked(self: Any, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
+            parts = parts_in(held_by(optimizer)) if self.is_enabled() else ""
+            if parts:
+                raise ConfigError(
+                    f"GradScaler: expected all parameters whose overflows skip one step, found {parts}: the scale is known on the rank of "
+                    "the loss alone, and a rank whose gradients are finite would step where another one skips; train in bf16 without a "
+                    "scaler, or with smpc.v1, whose smp.amp.GradScaler asks all ranks"
+                )
+            return original(self, optimizer, *args, **kwargs)
+
+        return checked
+
+    undos = [replace_method(torch.amp.GradScaler, name, make) for name in ("unscale_", "step")]
+
+    def undo() -> None:
+        for each in undos:
+            each()
+
+    return undo
+
+
 def replace_method(owner: type | types.ModuleType, name: str, make: Maker) -> Undo:
     """Exchange a method of a class, or a function of a module, for what is made of it; the function that undoes it."""
     key = (owner, name)

@@ -348,6 +348,18 @@ def test_dropout_is_equal_where_data_is_and_differs_where_it_is_split():
     assert torch.equal(draws[0][2], draws[1][2]), "the default generator goes on from where it was"
 
 
+def test_pipeline_ranks_do_not_drop_the_same_elements():
+    """The second stage's layers dropped what the first stage's had dropped."""
+    drawn = []
+    for pipeline_rank in range(2):
+        streams = RandomStreams(5, 1, pipeline_rank)
+        for stream in (streams.replicated, streams.split):
+            torch.manual_seed(1)
+            with stream(torch.device("cpu")):
+                drawn.append(torch.rand(4))
+    assert len({tuple(each.tolist()) for each in drawn}) == len(drawn)
+
+
 @pytest.mark.parametrize("reentrant", [False, True])
 @pytest.mark.parametrize("optimize", ["memory", "speed"])
 def test_checkpointed_layers_draw_the_same_again(optimize, reentrant):

@@ -364,7 +364,7 @@ def _make_session(
         device=device,
         message_device=message_device,
         groups=groups,
-        parallel=_tensor_parallel(config, mesh, groups),
+        parallel=_tensor_parallel(config, mesh, groups, mesh.pp_rank(launch.rank)),
         owns_world=owns_world,
         observation=observation,
         clock_offset=offset,
@@ -372,13 +372,15 @@ def _make_session(
     )
 
 
-def _tensor_parallel(config: Config, mesh: Mesh, groups: Mapping[Axis, dist.ProcessGroup]) -> TensorParallel:
+def _tensor_parallel(
+    config: Config, mesh: Mesh, groups: Mapping[Axis, dist.ProcessGroup], pipeline_rank: int
+) -> TensorParallel:
     """How tensor-parallel modules are split. A group of one rank draws from the default generator."""
     dtype = torch.float16 if config.fp16_params else None
     if mesh.tp_size == 1:
         return TensorParallel(optimize=config.optimize, prescaled_batch=config.prescaled_batch, dtype=dtype)
     group = TensorGroup.of(groups[Axis.TP])
-    streams = RandomStreams(config.tensor_parallel_seed, group.rank)
+    streams = RandomStreams(config.tensor_parallel_seed, group.rank, pipeline_rank)
     return TensorParallel(group, config.optimize, config.prescaled_batch, dtype, streams)
 
 
