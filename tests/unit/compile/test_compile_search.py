@@ -160,7 +160,7 @@ def test_every_candidate_has_all_ranks_and_the_whole_batch():
     assert len(set(found)) == len(found)
     for candidate in found:
         assert candidate.pipeline_parallel_degree * candidate.data_parallel_degree == 12
-        assert candidate.num_parts * candidate.microbatch_size == 24
+        assert candidate.microbatches * candidate.data_parallel_degree * candidate.microbatch_size == 24
     assert {c.pipeline_parallel_degree for c in found} == {1, 2, 3, 4, 6, 12}
     assert {c.schedule for c in found if c.pipeline_parallel_degree == 1} == {"1f1b"}
 

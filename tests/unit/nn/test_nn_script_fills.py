@@ -15,6 +15,7 @@ from smpc.errors import ConfigError
 from smpc.nn.distribution.distribute import distribute, tensor_parallelism
 from smpc.nn.distribution.registry import Registry
 from smpc.nn.init.delayed import delay_param_initialization, draw_delayed
+from smpc.nn.init.whole_fills import fill_whole
 from smpc.nn.parallel import ParameterSlice, TensorParallel, own_part_of
 
 CPU = torch.device("cpu")
@@ -161,12 +162,16 @@ class OrthogonalByAnotherName(Orthogonal):
         made_orthogonal(self.weight)
 
 
-def test_an_initializer_that_the_script_has_imported_by_itself_is_noted():
+@pytest.mark.parametrize("is_wrapped", [False, True])
+def test_an_initializer_that_the_script_has_imported_by_itself_is_noted(is_wrapped):
+    if is_wrapped:
+        fill_whole(lambda tensor: None)  # from now on torch.nn.init has other functions than those imported before
+    imported = made_orthogonal
     model, other = delayed(OrthogonalByAnotherName), delayed(Orthogonal)
     for each in (model, other):
         draw_delayed(each, CPU, 3)
     assert torch.equal(model.weight, other.weight)
-    assert made_orthogonal is nn.init.orthogonal_
+    assert made_orthogonal is imported
 
 
 def test_what_is_done_to_values_that_the_module_has_drawn_needs_no_whole():

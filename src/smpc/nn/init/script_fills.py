@@ -15,6 +15,7 @@ values gets a ConfigError at once.
 
 from __future__ import annotations
 
+import inspect
 import math
 import sys
 from collections.abc import Callable, Iterator, Mapping
@@ -193,8 +194,12 @@ def _add_script_fill(tensor: Tensor, change: Callable[[Tensor], object], *, by_b
 
 
 def _imported_script_initializers() -> Iterator[tuple[ModuleType, str, Callable[..., Any]]]:
-    """The modules and names of initializers that skip the meta device: scripts import them under these names."""
-    functions = {id(function): function for function in (vars(torch.nn.init)[name] for name in _PASS_OVER_META)}
+    """The modules and names of initializers that skip the meta device: scripts import them under these names.
+
+    Perhaps before `smpc.nn.init.whole_fills` has wrapped them.
+    """
+    current = [vars(torch.nn.init)[name] for name in _PASS_OVER_META]
+    functions = {id(function): function for function in (*current, *map(inspect.unwrap, current))}
     for module in list(sys.modules.values()):
         if isinstance(module, ModuleType):
             known = [
