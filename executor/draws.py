@@ -4,6 +4,7 @@ draw_apart             the operation on a slice: equal draws where data is equal
 dropout_noise          what dropout multiplies a whole value by, as one process draws it; every rank draws it, and takes its slice
 attention_with_noise   attention with the noise of its dropout given
 draw_as_first          has all ranks of a group go on from the first one's random state
+seed_of                the seed of draws that have a name
 StageDraws             what the stages of one pipeline rank draw: nothing that other ranks' stages draw
 """
 
@@ -22,6 +23,11 @@ from torch import Tensor
 
 from smpc.executor.collectives import TensorGroup
 from smpc.tracer.targets import function
+
+
+def seed_of(seed: int, name: str) -> int:
+    """The seed of the draws under a name."""
+    return int.from_bytes(hashlib.blake2b(f"{seed}/{name}".encode(), digest_size=7).digest())
 
 
 def draw_apart(name: str, group: TensorGroup, *args: Any, **kwargs: Any) -> Any:
@@ -108,9 +114,7 @@ class StageDraws:
         """A stage, or what computes a loss of its outputs, with numbers of this rank's own."""
 
         def call(*arguments: Any) -> Any:
-            place = f"{int(torch.randint(2**62, ()).item())}/{self._rank}"
-            seed = int.from_bytes(hashlib.blake2b(place.encode(), digest_size=7).digest())
-            with _seeded(seed, self._cuda):
+            with _seeded(seed_of(int(torch.randint(2**62, ()).item()), str(self._rank)), self._cuda):
                 return compute(*arguments)
 
         return call

@@ -204,7 +204,7 @@ class Runtime:
     own stages. Classes that are not torch's are tried on small tensors. So is `torch.nn.utils.clip_grad_norm_` of their parameters; its
     message says how to clip by the norm of all. So is `torch.amp.GradScaler`, by which each rank would skip steps for itself.
     Once a step has trained, `model.state_dict()` and pickling the model are a UsageError where other ranks have parameters of it: they
-    would have the values of before. `checks_optimizers`: False leaves all four out.
+    would have the values of before. `checks_script`: False leaves all four out.
     """
 
     def __init__(
@@ -216,7 +216,7 @@ class Runtime:
         device: torch.device | str = "cpu",
         hooks: Callable[[Mapping[int, StageModule]], StepHooks | None] = lambda stages: None,
         observer: Observer | None = None,
-        checks_optimizers: bool = True,
+        checks_script: bool = True,
     ) -> None:
         self._model, self._rank, self._transport = model, rank, transport
         self.device = torch.device(device)
@@ -230,13 +230,21 @@ class Runtime:
         self._running: Interpreter | None = None
         self._kept: KeptParameters | None = None  # unless its environment is checked elsewhere
         self._has_trained = False
-        if checks_optimizers:
-            parts_in = functools.partial(_stages_in, weakref.ref(self))
-            weakref.finalize(self, check_optimizers(parts_in, "one pipeline rank", are_whole=True))
-            weakref.finalize(self, refuse_norms(parts_in))
-            weakref.finalize(self, refuse_scaling(parts_in))
-            hook = StateHook(functools.partial(_refuse_stale_state, weakref.ref(self)))
-            weakref.finalize(self, model.register_state_dict_pre_hook(hook).remove)  # type: ignore[no-untyped-call]
+        if checks_script:
+            self._check_script()
+
+    def _check_script(self) -> None:
+        """Have what a script does to a part of the model, and would do to all of it in one process, raise errors."""
+        own = weakref.ref(self)
+        parts_in = functools.partial(_stages_in, own)
+        state_hook = StateHook(functools.partial(_refuse_stale_state, own))
+        for undo in (
+            check_optimizers(parts_in, "one pipeline rank", are_whole=True),
+            refuse_norms(parts_in),
+            refuse_scaling(parts_in),
+            self._model.register_state_dict_pre_hook(state_hook).remove,  # type: ignore[no-untyped-call]
+        ):
+            weakref.finalize(self, undo)
 
     @property
     def stages(self) -> Mapping[int, StageModule]:

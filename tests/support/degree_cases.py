@@ -183,9 +183,7 @@ def _on_plan(rank, mesh, name, dtype):
         yield from _steps_of_plan(rank, mesh, name, dtype, groups)
     finally:
         gc.collect()
-        for group in {*groups.values()} - {
-            dist.group.WORLD
-        }:  # each has threads, which look for messages 100 times a second
+        for group in {*groups.values()} - {dist.group.WORLD}:  # each has threads that wake up all the time
             dist.destroy_process_group(group)
 
 

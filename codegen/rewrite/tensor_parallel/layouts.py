@@ -81,6 +81,12 @@ class Layout:
         assert shape[self.dim] % degree == 0, f"{self} of {shape} on {degree} ranks"
         return (*shape[: self.dim], shape[self.dim] // degree, *shape[self.dim + 1 :])
 
+    def whole_shape(self, shape: tuple[int, ...], degree: int) -> tuple[int, ...]:
+        """The shape of the value of which a rank's part has this shape."""
+        if self.kind is not LayoutKind.SHARDED:
+            return shape
+        return (*shape[: self.dim], shape[self.dim] * degree, *shape[self.dim + 1 :])
+
     def for_gradient(self, requires_grad: bool) -> Layout:
         """The same; B and R are one where there is no gradient."""
         return self if requires_grad or self.kind is not LayoutKind.BROADCAST else REPLICATED

@@ -16,13 +16,14 @@ second run, which gets the number of the first. Source of the two streams: Shoey
 
 from __future__ import annotations
 
-import hashlib
 from collections import OrderedDict
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 
 import torch
 from torch import Tensor
+
+from smpc.executor.draws import seed_of
 
 _TICKETS = 2**62
 _KEPT_TICKETS = 1 << 16  # more contexts than microbatches in flight have between their forward and their backward pass
@@ -69,8 +70,8 @@ class RandomStreams:
         number = self._number(stream)
         generator = _default_generator(device)
         outside = generator.get_state()
-        place = f"{self._seed}/{stream}/{self._rank if stream == 'split' else ''}/{number}{self._pipeline}"
-        generator.manual_seed(int.from_bytes(hashlib.blake2b(place.encode(), digest_size=7).digest()))
+        place = f"{stream}/{self._rank if stream == 'split' else ''}/{number}{self._pipeline}"
+        generator.manual_seed(seed_of(self._seed, place))
         try:
             yield
         finally:

@@ -31,8 +31,9 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import swap_tensors
 
 from smpc.errors import ConfigError, ConfigTypeError
+from smpc.executor.draws import seed_of
 from smpc.nn.init.script_fills import fills_of, forget, hand_on, noting, replay
-from smpc.nn.init.sliced_init import NotByBlocks, SlicedDrawing, SlicedTarget, seed_of
+from smpc.nn.init.sliced_init import NotByBlocks, SlicedDrawing, SlicedTarget
 from smpc.nn.layers.embedding import DistributedEmbedding
 from smpc.nn.layers.linear import DistributedLinear
 from smpc.nn.parallel import DistributedModule, ParameterSlice, own_part_of, whole_shape

@@ -17,7 +17,6 @@ same blocks. Anything else that looks at values raises NotByBlocks: that initial
 
 from __future__ import annotations
 
-import hashlib
 import math
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
@@ -31,6 +30,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from smpc.executor.draws import seed_of
 from smpc.nn.parallel import ParameterSlice, fill_slice, own_part_of
 
 _ATEN = torch.ops.aten
@@ -136,11 +136,6 @@ class SlicedDrawing(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _touched(self, given: Any) -> list[SlicedTarget]:
         found = (self._found(leaf) for leaf in tree_leaves(given) if isinstance(leaf, Tensor))
         return [target for target in found if target is not None]
-
-
-def seed_of(seed: int, name: str) -> int:
-    """The seed of the draws under a name."""
-    return int.from_bytes(hashlib.blake2b(f"{seed}/{name}".encode(), digest_size=7).digest())
 
 
 def _storage(tensor: Tensor) -> int:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 import torch
 from torch import Tensor, nn
 
-from smpc.codegen.rewrite.tensor_parallel.layouts import REPLICATED, Layout, LayoutKind
+from smpc.codegen.rewrite.tensor_parallel.layouts import REPLICATED, Layout
 from smpc.executor.collectives import TensorGroup
 from smpc.executor.draws import draw_as_first
 from smpc.executor.sharded_state import slice_of
@@ -43,13 +43,7 @@ def note_sliced(
         def begin() -> None:
             draw_as_first(group, tensor.device)
 
-        return WholeTensor(_whole_shape(shape, layout, group.size), cut if has_part else None, begin)
+        return WholeTensor(torch.Size(layout.whole_shape(shape, group.size)), cut if has_part else None, begin)
 
     if group.size > 1:
-        fill_whole(find)
-
-
-def _whole_shape(own: torch.Size, layout: Layout, degree: int) -> torch.Size:
-    if layout.kind is not LayoutKind.SHARDED:
-        return own
-    return torch.Size((*own[: layout.dim], own[layout.dim] * degree, *own[layout.dim + 1 :]))
+        weakref.finalize(model, fill_whole(find))

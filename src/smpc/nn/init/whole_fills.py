@@ -29,17 +29,9 @@ from torch.nn import init
 from smpc.errors import UsageError
 
 _FILLS = (
-    *(
-        "uniform_",
-        "normal_",
-        "trunc_normal_",
-        "xavier_uniform_",
-        "xavier_normal_",
-        "kaiming_uniform_",
-        "kaiming_normal_",
-    ),
-    *("orthogonal_", "sparse_", "eye_", "dirac_", "_no_grad_uniform_", "_no_grad_normal_", "_no_grad_trunc_normal_"),
-)
+    "uniform_", "normal_", "trunc_normal_", "xavier_uniform_", "xavier_normal_", "kaiming_uniform_", "kaiming_normal_",
+    "orthogonal_", "sparse_", "eye_", "dirac_", "_no_grad_uniform_", "_no_grad_normal_", "_no_grad_trunc_normal_",
+)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,10 +48,14 @@ Finder = Callable[[Tensor], WholeTensor | None]
 _finders: list[Finder] = []
 
 
-def fill_whole(find: Finder) -> None:
-    """Have parameters for which `find` gives a whole tensor filled as such; None: it knows nothing of them. Later finders come first."""
+def fill_whole(find: Finder) -> Callable[[], None]:
+    """Have parameters for which `find` gives a whole tensor filled as such; None: it knows nothing of them. Later finders come first.
+
+    Returns what takes it back.
+    """
     _patch_init()
     _finders.append(find)
+    return functools.partial(_finders.remove, find)
 
 
 def _found(tensor: Any) -> WholeTensor | None:

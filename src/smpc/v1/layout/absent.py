@@ -282,7 +282,7 @@ _RULES: dict[Any, Callable[..., Any]] = {
     Tensor.__hash__: _hash,
 }
 _DRAWING = (
-    *("bernoulli_", "cauchy_", "exponential_", "geometric_", "log_normal_", "normal_", "random_", "uniform_"),
+    "bernoulli_", "cauchy_", "exponential_", "geometric_", "log_normal_", "normal_", "random_", "uniform_",
     "kaiming_uniform_",  # of torch.nn.init, with a name of its own for these classes
-)
+)  # fmt: skip
 _WRITING = ("__iadd__", "__isub__", "__imul__", "__itruediv__", "__ipow__", "__setitem__")

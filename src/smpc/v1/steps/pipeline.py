@@ -219,7 +219,7 @@ class Pipeline:
             device=session.device,
             hooks=hooks,
             observer=context.observer,
-            checks_optimizers=False,  # DistributedOptimizer does
+            checks_script=False,  # DistributedModel and DistributedOptimizer know of the other ranks
         )
         self.programs = ProgramTable(session.config.program_cache_size)
         self._memories: dict[int, Memory] = {}
