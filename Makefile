@@ -9,7 +9,7 @@ export OMP_NUM_THREADS := 1
 unexport PYTHONDONTWRITEBYTECODE
 SOURCES := src tracer partitioner codegen executor kernels
 
-.PHONY: demo test test-all matrix lint kernels docs bench gpu clean
+.PHONY: demo test test-long test-all matrix lint kernels docs bench gpu clean
 
 $(STAMP): pyproject.toml setup.py src/smpc_alias.pth constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
@@ -29,8 +29,14 @@ demo: $(if $(wildcard $(STAMP)),$(STAMP),$(VENV)/installed-demo)
 
 # In the order of the folders, so that the short files of tests/unit fill all workers to the end. Of two workers' time on two cores a
 # seventh is spent waiting, for timeouts and for ranks that end: a third worker uses it.
+WORKERS := -n 3 --dist loadfile --no-loadscope-reorder
+
 test: $(STAMP)
-	$(BIN)/pytest -m 'not slow' -n 3 --dist loadfile --no-loadscope-reorder
+	$(BIN)/pytest -m 'not slow and not long' $(WORKERS)
+
+# What takes seconds each, mostly training on several ranks; continuous integration runs it after `make test`.
+test-long: $(STAMP)
+	$(BIN)/pytest -m 'long and not slow' $(WORKERS)
 
 # Property tests draw other examples every time, by a seed that is printed: `make test-all SMPC_TEST_SEED=7` draws them again.
 test-all: SMPC_TEST_SEED ?= $(shell od -An -N4 -tu4 /dev/urandom | tr -d ' ')

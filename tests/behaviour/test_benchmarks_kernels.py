@@ -75,6 +75,7 @@ def test_goals_are_compared_with_what_was_found(families):
     assert "0.70 of copy_ (goal 0.90)   Liger: not installed   eager 3.00 (goal 1.20)" in str(row)
 
 
+@pytest.mark.long
 def test_without_a_gpu_nothing_is_measured(tmp_path):
     if torch.cuda.is_available():
         pytest.skip("there is a GPU")

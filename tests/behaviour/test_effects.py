@@ -115,6 +115,7 @@ def check_seeds(seeds):
     return count
 
 
+@pytest.mark.long
 def test_random_combinations_are_equal_or_refused():
     count = check_seeds(range(NUM_SEEDS))
     assert count["equal"] > NUM_SEEDS // 2

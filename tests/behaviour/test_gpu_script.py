@@ -24,6 +24,7 @@ def script():
     return module
 
 
+@pytest.mark.long
 def test_without_a_gpu_one_line_and_status_2():
     if torch.cuda.is_available():
         pytest.skip("there is a GPU")

@@ -11,6 +11,7 @@ from smpc.tracer import NodeKind
 OPAQUE = {"MixtralForCausalLM": "MixtralExperts", "branching": "Choice"}
 
 
+@pytest.mark.long
 @pytest.mark.matrix(3)
 @pytest.mark.parametrize("stages", [2, pytest.param(4, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", [*architectures.HUGGING_FACE, *architectures.PLAIN])

@@ -137,6 +137,7 @@ def test_nested_regions_on_one_stage(schedule):
     parity.assert_same(run(model, plain, batch), run(model, compilation, batch))
 
 
+@pytest.mark.long
 def test_layers_are_computed_again():
     """Forwards of a layer in a training step: one for each microbatch, and one more where it is checkpointed."""
     for patterns, expected in (((), 4), (("transformer.h.*",), 8)):

@@ -91,6 +91,7 @@ def assert_close(expected, got):
         assert (a - b).abs().max() <= 1e-5 * b.abs().max() + 1e-10
 
 
+@pytest.mark.long
 @pytest.mark.matrix(3)
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=pytest.mark.slow) if name == "t5" else name for name in USED]
@@ -127,6 +128,7 @@ def test_inside_checkpointed_regions(own):
     assert_close(parity.run_eager(model, batch, 2), parity.run_loopback(model, compilation, batch))
 
 
+@pytest.mark.long
 @pytest.mark.matrix(1)
 @pytest.mark.parametrize("kernels", ["auto", "off"])
 def test_nothing_changes_unless_it_is_asked_for(kernels):

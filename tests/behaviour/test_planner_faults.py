@@ -77,6 +77,7 @@ def test_the_least_memory_is_the_same_below_whatever_limit(run):
     assert run("--auto", "--world-size", "4", "--memory-limit", least.replace(" KiB", "KiB"))[0] == 0
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("options", "says"),
     [

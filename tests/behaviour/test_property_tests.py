@@ -5,6 +5,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 from locations import TESTS
 
 DRAWS = """
@@ -34,6 +35,7 @@ def drawn(folder, *arguments, seed=None):
     return examples, run.stdout + run.stderr
 
 
+@pytest.mark.long
 def test_the_same_examples_unless_a_seed_is_given(tmp_path):
     fixed, header = drawn(tmp_path)
     assert "examples: the same in every run" in header

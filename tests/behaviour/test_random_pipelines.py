@@ -78,6 +78,7 @@ def placements(draw, num_stages):
     return tuple(number[rank] for rank in ranks)
 
 
+@pytest.mark.long
 @settings(SETTINGS, max_examples=examples(60))
 @given(
     model=models(exact=True),
@@ -111,6 +112,7 @@ def test_any_plan_gives_the_bits_of_the_model(
     assert largest < 2**50, "sums of numbers this large would be rounded"
 
 
+@pytest.mark.long
 @settings(SETTINGS, max_examples=examples(60))
 @given(
     model=models(exact=False),
@@ -131,6 +133,7 @@ def test_cuts_of_the_order_of_execution_keep_the_order_of_sums(
     check(model, batch, compilation, exact=False)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("seeds", [3, pytest.param(12, marks=pytest.mark.slow)])
 def test_every_kind_of_step_is_cut_at_every_node(seeds):
     """The property tests draw steps at random; here each one is cut in several places, or everywhere, so none can be missed."""

@@ -122,6 +122,7 @@ def test_without_the_variable_nothing_is_there(python, tmp_path):
     assert "No module named 'smdistributed'" in found.stderr
 
 
+@pytest.mark.long
 def test_importing_starts_nothing_and_every_module_has_its_spec(python, tmp_path):
     text = f"""
 import importlib, importlib.util, sys

@@ -29,6 +29,7 @@ def measuring_little(arguments):
     return main(list(arguments))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("way", ["ranks", pytest.param("job", marks=pytest.mark.slow)])
 def test_two_ranks_measure_at_once(tmp_path, way):
     path = tmp_path / "here.toml"

@@ -227,6 +227,7 @@ def late(rank, channel, folder):
     return told
 
 
+@pytest.mark.long
 def test_a_rank_that_does_not_come_is_an_error_in_time(tmp_path):
     told, _ = values_of(run_ranks(2, late, tmp_path, str(tmp_path)))
     assert "rank 1 ended, or did not come within 2 s" in told[0]

@@ -56,6 +56,7 @@ def both(rank, _, cases):
     return found
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("cases", [CASES[::2], pytest.param(CASES[1:2], marks=pytest.mark.slow)], ids=["two", "t5"])
 def test_no_bit_changes(tmp_path, cases):
     found = run_workers(both, 2, tmp_path, [(case[0], compiled(*case)) for case in cases])
@@ -132,6 +133,7 @@ def script(rank, _, checkpoints, splits_a_layer):
     return loss, gradients, [layer.runs for layer in module.layers]
 
 
+@pytest.mark.long
 def test_a_script_with_a_partition_by_hand(tmp_path):
     folders = [tmp_path / name for name in ("plain", "checkpointed")]
     for folder in folders:

@@ -33,6 +33,7 @@ def check(tmp_path, ranks, cases, dtypes):
             assert_alike(own, whole, dtype)
 
 
+@pytest.mark.long
 def test_two_ranks_have_one_process_s_numbers(tmp_path):
     check(tmp_path, 2, EVERY_DAY, (torch.float32,))
 
@@ -63,6 +64,7 @@ def train_both(rank, folder):
     return (losses[0], gradients), whole, heads
 
 
+@pytest.mark.long
 def test_with_tensor_parallel_ranks(tmp_path):
     """Each of the rings has half of the heads."""
     for own, whole, heads in run_workers(train_both, 4, tmp_path):

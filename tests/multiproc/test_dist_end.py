@@ -47,6 +47,7 @@ BEGINNINGS = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.matrix(1)
 @pytest.mark.skipif(sys.platform != "linux", reason="the state of threads is read from /proc")
 @pytest.mark.parametrize("name", BEGINNINGS)

@@ -83,6 +83,7 @@ def check(ranks, tmp_path):
         assert ran == {page: len(python(page)) for page in pages}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("ranks", [1, 2, pytest.param(4, marks=pytest.mark.slow)])
 def test_blocks_run(ranks, tmp_path):
     check(ranks, tmp_path)

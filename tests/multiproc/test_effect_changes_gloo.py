@@ -88,6 +88,7 @@ def check_cases(folder, cases):
     return num_equal
 
 
+@pytest.mark.long
 def test_random_changes_on_real_ranks(tmp_path):
     assert check_cases(tmp_path, cases_from(0, NUM_CASES)) > NUM_CASES // 2
 

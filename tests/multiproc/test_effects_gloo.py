@@ -102,6 +102,7 @@ def outcomes(folder, cases):
         yield "equal"
 
 
+@pytest.mark.long
 def test_effects_on_real_ranks(tmp_path):
     """All of a list, and some random combinations."""
     seeds = [effect_runs.random_case(seed) for seed in range(4)]

@@ -95,6 +95,7 @@ def priced(ranks, config):
     ]
 
 
+@pytest.mark.long
 def test_plans_price_as_many_gathers_and_sums_as_torch_makes(tmp_path, monkeypatch):
     """Without a pipeline one gather and one sum were priced for a step: blocks have one in each microbatch, or two."""
     monkeypatch.setattr("smpc.compile.exchange._TOLD", 0)

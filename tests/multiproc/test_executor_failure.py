@@ -105,6 +105,7 @@ def test_a_peer_that_does_not_end_is_not_waited_for(tmp_path):
     assert "PeerError: another rank failed first" in log
 
 
+@pytest.mark.long
 def test_a_killed_rank(tmp_path):
     results = Launch(step, 2, tmp_path, 1, "kill", False).wait(120)
     assert_stopped_in_time(tmp_path)
@@ -114,6 +115,7 @@ def test_a_killed_rank(tmp_path):
     assert "pipeline rank 1" in results[0][1]
 
 
+@pytest.mark.long
 def test_a_stalled_rank_is_named(tmp_path):
     results = Launch(step, 2, tmp_path, 0, "sleep", False).wait(120)
     for status, log in results:
@@ -143,6 +145,7 @@ asked.wait()
 """
 
 
+@pytest.mark.long
 def test_a_process_may_end_while_its_watcher_asks_the_store():
     """A rank whose script had ended well aborted now and then on a busy host ("terminate called without an active exception").
 

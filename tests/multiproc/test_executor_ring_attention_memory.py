@@ -76,6 +76,7 @@ def compare(rank, _):
     return len(cases)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("ranks", [pytest.param(2, marks=pytest.mark.slow), 3])
 def test_blocks_in_memory_have_the_bits_of_gloo(tmp_path, ranks):
     assert run_workers(compare, ranks, tmp_path) == [6] * ranks

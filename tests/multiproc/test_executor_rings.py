@@ -62,6 +62,7 @@ def stress(rank, _, seed, rounds):
     return count
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_what_is_sent_arrives_whole_and_in_order(tmp_path, size):
     assert all(count > 100 for count in run_workers(stress, size, tmp_path, 1, 30))
@@ -88,6 +89,7 @@ def full(rank, _):
     return found
 
 
+@pytest.mark.long
 def test_a_full_ring_keeps_no_sender_waiting(tmp_path):
     assert run_workers(full, 2, tmp_path) == [[True] * 12] * 2
 

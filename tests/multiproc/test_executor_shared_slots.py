@@ -13,6 +13,7 @@ from smpc.executor.host_memory.shared_slots import num_bytes, slot_bytes
 LIMIT = 300.0  # seconds, on a loaded machine; the longest timeout is 2
 
 
+@pytest.mark.long
 def test_two_ranks_get_what_gloo_gives_them(tmp_path):
     first, second = run_workers(jobs.compare, 2, tmp_path)
     for dtype, sums in first.items():

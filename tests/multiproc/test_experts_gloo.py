@@ -13,6 +13,7 @@ FIRST = (("float32", OWN), ("float64", SAME))
 OTHERS = (("float32", SAME), ("float64", OWN))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kinds", [FIRST, pytest.param(OTHERS, marks=pytest.mark.slow)], ids=["first", "others"])
 def test_losses_and_gradients(tmp_path, kinds):
     cases = [(model, *kind) for model, kind in itertools.product(MODELS, kinds)]

@@ -266,6 +266,7 @@ def allowed(fault):
     return fault.start_timeout if fault.place in START else fault.step_timeout
 
 
+@pytest.mark.long
 def test_a_few_faults_before_the_first_step(tmp_path):
     """Ranks waited seven days for one that stopped, or left, between smp.init and its model, or before its first step."""
     faults = [
@@ -281,6 +282,7 @@ def test_a_few_faults_before_the_first_step(tmp_path):
     assert not wrong, "\n\n".join(wrong)
 
 
+@pytest.mark.long
 def test_a_few_faults(tmp_path):
     generator = random.Random(SEED)
     kinds = {RAISE: "backward", KILL: "forward", SLEEP: "loss", WIRE: "forward"}
@@ -295,6 +297,7 @@ def test_a_few_faults(tmp_path):
     assert not wrong, "\n\n".join(wrong)
 
 
+@pytest.mark.long
 def test_a_few_faults_of_ranks_with_experts(tmp_path):
     """Those with other experts wait for the rank's tokens, not for its gradients."""
     faults = [

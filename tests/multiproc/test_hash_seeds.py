@@ -49,6 +49,7 @@ def digest(seed: int, is_small: bool) -> str:
     return hashlib.sha256(done.stdout).hexdigest()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("seeds", "is_small"),
     [

@@ -59,6 +59,7 @@ def resume(rank, folder):
     return whole, parts
 
 
+@pytest.mark.long
 def test_a_saved_state_goes_on_bit_by_bit_with_dropout(tmp_path):
     for whole, parts in run_workers(resume, 2, tmp_path):
         assert len(parts["seen"]) == 3

@@ -45,6 +45,7 @@ def check_models(names, folder):
     return expected, ranks
 
 
+@pytest.mark.long
 def test_it_trains_evaluates_and_saves_as_the_trainer_does(tmp_path):
     """GPT-2 shares its embedding and has labels that do not count; the last batch of an epoch cannot be cut into microbatches.
 
@@ -91,6 +92,7 @@ def resume(rank, folder):
     return whole, parts
 
 
+@pytest.mark.long
 def test_it_resumes_bit_by_bit_with_dropout(tmp_path):
     ranks = run_workers(resume, 2, tmp_path)
     saved = build("vit").from_pretrained(tmp_path / "whole" / "checkpoint-6").state_dict()

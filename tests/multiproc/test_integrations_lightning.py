@@ -39,6 +39,7 @@ def check(found, expected):
     torch.testing.assert_close(found["predicted"], expected["predicted"], rtol=1e-3, atol=1e-3)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("names", [["vit"], pytest.param(["gpt2", "llama", "bert"], marks=pytest.mark.slow)])
 def test_it_trains_evaluates_and_predicts_as_lightning_does(tmp_path, names):
     """The last batch of an epoch has 2 samples, which four microbatches do not divide; two batches are one update.

@@ -82,5 +82,6 @@ def compare(whole, target, group, rank, columns, classes, rule, tolerance):
     torch.testing.assert_close(gradient.double(), part, rtol=tolerance, atol=tolerance)
 
 
+@pytest.mark.long
 def test_ranks_agree_with_the_whole_vocabulary(tmp_path):
     assert run_workers(check, RANKS, tmp_path) == [None] * RANKS

@@ -108,6 +108,7 @@ def _lives(pid):
         return False
 
 
+@pytest.mark.long
 @needs_proc
 def test_ranks_meet_on_loopback_and_get_their_arguments(write, tmp_path):
     seen = "[total.item(), sys.argv[1:], os.environ['OMP_NUM_THREADS'], found]"
@@ -145,6 +146,7 @@ def test_plain_torchrun_runs_the_same_script(write):
 ONE_WRITE = "import os\nos.write(1, b'%d\\n' % int(total))\n"
 
 
+@pytest.mark.long
 @pytest.mark.matrix(1)
 @pytest.mark.parametrize("is_safe", [False, True])
 def test_the_path_is_that_of_python_itself(write, tmp_path, is_safe):
@@ -399,6 +401,7 @@ time.sleep(600 if os.environ["RANK"] == "1" else 0)
 """
 
 
+@pytest.mark.long
 def test_a_rank_of_another_node_that_fails_at_once(write):
     """Its launcher left before it had told anybody, for that takes an import of torch: the other node's ranks ran on until killed."""
     script = write("import os, time\nos._exit(42) if os.environ['RANK'] == '1' else time.sleep(600)\n")

@@ -75,6 +75,7 @@ def expected_messages(plan):
     return sorted(found)
 
 
+@pytest.mark.long
 def test_report_and_trace(tmp_path):
     """Two ranks, five steps: the report has every number, the arrows of the trace are the messages of the plan."""
     folder, report = tmp_path / "traces", tmp_path / "report.json"

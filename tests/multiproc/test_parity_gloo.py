@@ -100,6 +100,7 @@ def assert_gradient(found, expected, name, shared):
         assert torch.equal(found, expected), f"gradient of {name}"
 
 
+@pytest.mark.long
 @pytest.mark.matrix(2)
 @pytest.mark.parametrize("case", CASES, ids=lambda case: "-".join(map(str, case)))
 def test_a_step_equals_that_of_one_process(trained, case):

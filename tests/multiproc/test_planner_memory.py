@@ -314,6 +314,7 @@ def split(names, schedules, num_stages):
     return found
 
 
+@pytest.mark.long
 def test_predicted_peaks_come_true_with_split_backwards(tmp_path):
     """Between B and W a microbatch holds less than before B: the last rank of a GPT-2 was predicted 19 and 33% too high."""
     check(tmp_path, split(["gpt2"], ["zb-h2"], 2), 2)
@@ -334,6 +335,7 @@ def recomputed(name, pipelines, num_stages):
     return found
 
 
+@pytest.mark.long
 def test_predicted_peaks_come_true_with_offloading(tmp_path):
     """Much less is there, and as much as predicted: so the prediction counts what is away, and no more."""
     moved = {"offload_activations": True, "activation_loading_horizon": 1}
@@ -347,10 +349,12 @@ def test_predicted_peaks_come_true_with_offloading(tmp_path):
     check(tmp_path, moving, 2, offloading_worker)
 
 
+@pytest.mark.long
 def test_predicted_peaks_come_true_with_checkpointing(tmp_path):
     check(tmp_path, recomputed("gpt2", PIPELINES[1:], 2), 2)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "kinds",
     [

@@ -51,6 +51,7 @@ def eager(name):
 SAMPLE = {("gpt2", 2, "interleaved-1f1b"), ("unet", 2, "zb-v"), ("t5", 2, "zb-h1")}
 
 
+@pytest.mark.long
 @pytest.mark.matrix(2)
 @pytest.mark.parametrize(
     ("name", "num_ranks", "schedule"),
@@ -121,6 +122,7 @@ def plain(num_replicas):
     return losses, model.state_dict()
 
 
+@pytest.mark.long
 @pytest.mark.matrix(1)
 @pytest.mark.parametrize(
     ("world", "options"),

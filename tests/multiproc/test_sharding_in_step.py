@@ -139,6 +139,7 @@ def check(folder, cases, axes=(2,)):
             torch.testing.assert_close(states, references[call], rtol=1e-10, atol=1e-11)
 
 
+@pytest.mark.long
 def test_ranks_may_take_other_ways(tmp_path):
     """They hung, were aborted by gloo, or added one block's gradient to another's, without a word. Of a block that is called twice and
     computed again by reentrant backwards, torch reduces the gradient of one call alone."""
@@ -193,6 +194,7 @@ def trained_by_trainer(rank, folder, cases):
     return found
 
 
+@pytest.mark.long
 def test_ranks_of_a_trainer_may_take_other_ways(tmp_path):
     """Its children are sharded by themselves: whoever does not call a child takes part in the others' gathers and reductions."""
     torch.manual_seed(5)

@@ -81,6 +81,7 @@ def trains(rank, folder):
     return found, scaled_steps(model, rank == 1), model.whole_state_dict()
 
 
+@pytest.mark.long
 def test_clipping_and_loss_scales_count_the_slices_of_all_ranks(tmp_path):
     """Each rank had clipped by the norm of its slices, and a rank without an overflow had made the step."""
     for found, scales, state in run_workers(trains, 2, tmp_path):
@@ -194,6 +195,7 @@ def trains_others(rank, folder):
     return found
 
 
+@pytest.mark.long
 def test_a_program_follows_parameters_that_others_have_replaced(tmp_path):
     """It had gone on with those of before, without a gradient for the new ones, and from the meta device with an error of torch's."""
     model = Net()

@@ -112,6 +112,7 @@ def assert_right(chosen, folder, least):
     assert tried.count("right") >= least * len(tried), [text for text in tried if text != "right"]
 
 
+@pytest.mark.long
 @pytest.mark.matrix(1)
 @pytest.mark.parametrize("name", EVERY_DAY)
 def test_architectures(name, tmp_path):

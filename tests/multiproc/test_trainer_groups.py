@@ -219,6 +219,7 @@ def resumed(rank, folder, path):
     return found
 
 
+@pytest.mark.long
 def test_sharded_checkpoints_have_the_values_of_every_group(tmp_path):
     """Two groups of two ranks come back to two groups of one; as one, or in a file, they are refused."""
     values = _saved(tmp_path / "saved", 4, "mod2")
@@ -236,6 +237,7 @@ def sliced(rank, folder, path):
     return _values(made), _values(_sliced(4, _normed("self", True), SHARDED, load_path=again))
 
 
+@pytest.mark.long
 def test_checkpoints_of_groups_with_and_without_slices(tmp_path):
     values = _saved(tmp_path / "saved", 2, "self", True)
     (tmp_path / "resumed").mkdir()

@@ -95,6 +95,7 @@ def _check(tmp_path, points):
         ), (victim, point)
 
 
+@pytest.mark.long
 def test_a_few_points(tmp_path):
     _check(tmp_path, 3)
 

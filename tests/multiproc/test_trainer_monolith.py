@@ -73,6 +73,7 @@ def one_source(rank, folder):
     return found
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("world", [2, pytest.param(3, marks=pytest.mark.slow)])
 def test_values_of_rank_0_alone(tmp_path, world):
     """As if every rank had had them, in parts, in buffers, and in what stays whole."""
@@ -158,6 +159,7 @@ def monolith(rank, folder, count, rows, parallelism):
     return peak_of(lambda: load("large", rows))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("rows", "parallelism"),
     [

@@ -56,6 +56,7 @@ def strategies(rank, folder):
     return found
 
 
+@pytest.mark.long
 def test_all_strategies_have_the_bits_of_one_process(tmp_path):
     expected = eager(2, 4)
     for found in run_workers(strategies, 2, tmp_path):
@@ -139,6 +140,7 @@ def automatic(rank, folder, where, names):
     return found
 
 
+@pytest.mark.long
 @pytest.mark.matrix(1)
 @pytest.mark.parametrize("where", ["forward", "backward", "inside of a unit"])
 def test_out_of_memory_on_one_rank(tmp_path, where):
@@ -255,6 +257,7 @@ def resume(rank, folder, run):
     return found, going_on
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("sizes", [pytest.param((3, 4), marks=pytest.mark.slow), (1, 2)])
 def test_checkpoints_are_resumed_on_any_number_of_ranks(tmp_path, sizes):
     """Four ranks leave exactly five files; parameters and moments come back bit by bit on 1 to 4 ranks, and 2 + 2 batches are 4."""
@@ -337,6 +340,7 @@ def adapt(rank, folder):
     return found | {"resumed": everything(made)}
 
 
+@pytest.mark.long
 def test_frozen_and_trained_parameters_in_one_unit(tmp_path):
     expected = eager(2, 4, model=adapted())
     for found in run_workers(adapt, 2, tmp_path):

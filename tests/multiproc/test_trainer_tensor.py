@@ -64,6 +64,7 @@ def strategies(rank, folder, names):
     return found
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "names",
     [("FULL_SHARD", "HYBRID_SHARD", "recomputed"), pytest.param(tuple(STRATEGIES), marks=pytest.mark.slow)],
@@ -118,6 +119,7 @@ def saving(rank, folder, kind):
     return halfway, loaded, everything(plain), everything(made), everything(other)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kind", ["full", pytest.param("sharded", marks=pytest.mark.slow)])
 def test_checkpoints_of_slices(tmp_path, kind):
     """They resume with and without slices; dropout is drawn alike on ranks that slice together, or these would part."""
@@ -173,6 +175,7 @@ def automatic(rank, folder, where, names):
     return found
 
 
+@pytest.mark.long
 @pytest.mark.matrix(1)
 @pytest.mark.parametrize("where", ["forward", "backward", "inside of slices"])
 def test_out_of_memory_on_one_rank_of_slices(tmp_path, where):
@@ -212,6 +215,7 @@ def values_of_rank_0(rank, folder, names):
     return found, everything(made), everything(other)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "names",
     [("HYBRID_SHARD",), pytest.param(tuple(STRATEGIES), marks=pytest.mark.slow)],

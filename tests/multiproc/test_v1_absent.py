@@ -83,6 +83,7 @@ def scripts_lines(rank, folder):
     return state
 
 
+@pytest.mark.long
 def test_lines_that_use_parameters_of_other_ranks(tmp_path):
     """They counted as zero: a weight penalty, a norm, an average of weights silently covered one stage only."""
     first, second = run_workers(scripts_lines, 2, tmp_path)
@@ -116,6 +117,7 @@ def penalty(rank, folder):
     with_penalty(model, feed(batches(kwargs)[0]))
 
 
+@pytest.mark.long
 def test_a_weight_penalty_in_a_step_function_ends_the_job(tmp_path):
     """It had the last stage's parameters alone, in the loss and in the gradients."""
     with pytest.raises(

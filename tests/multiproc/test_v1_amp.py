@@ -114,6 +114,7 @@ def scaled(rank, folder, topology, dtype):
     return losses, scales, state, saved, logits
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("topology", [(2, 1, 1), pytest.param((1, 1, 1), marks=pytest.mark.slow)])
 def test_scales_and_weights_are_those_of_torch(tmp_path, topology):
     folder = tmp_path / "ranks"

@@ -154,6 +154,7 @@ def trained(rank, folder, cases, options):
     return found
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("way", [in_steps, without_steps])
 def test_replicas_may_differentiate_different_blocks(tmp_path, way):
     """A rank that left a block out of its loss hung, or gave its gradients of the next block for those of this one."""

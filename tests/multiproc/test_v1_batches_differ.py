@@ -113,6 +113,7 @@ def trained(rank, folder, cases):
     return found
 
 
+@pytest.mark.long
 def test_replicas_may_use_different_parameters(tmp_path):
     """Heads of one size got each other's gradients, without a word; of other sizes, or different blocks, ranks hung or were aborted."""
     cases = [(FOR_THE_STEP, False), (FOR_THE_STEP, True), (FOR_A_MICROBATCH, False), (WHILE_RUNNING, False)]

@@ -226,10 +226,12 @@ def check_cases(tmp_path, cases):
                 torch.testing.assert_close(state[key], value, msg=lambda text, at=(name, key): f"{at}: {text}")
 
 
+@pytest.mark.long
 def test_options_that_a_script_sets_after_loading_stay(tmp_path):
     check_cases(tmp_path, OPTIONS)
 
 
+@pytest.mark.long
 def test_of_what_is_loaded_and_written_the_last_counts(tmp_path):
     """The first step put what had been resumed over what the script had written since, and an optimizer's state over a later one."""
     check_cases(tmp_path, ORDER)

@@ -60,6 +60,7 @@ def train(rank, folder):
     return losses
 
 
+@pytest.mark.long
 def test_every_step_is_that_of_one_process(tmp_path):
     results = run_workers(train, 2, tmp_path)
     model, _, _ = make_model()

@@ -83,10 +83,12 @@ def check_pairs(tmp_path, pairs, half=False):
                     assert loss.item() == pytest.approx(truth[source][1].item(), rel=rel), (source, target)
 
 
+@pytest.mark.long
 def test_what_one_topology_saves_another_resumes(tmp_path):
     check_pairs(tmp_path, [((2, 1, 1), (1, 2, 1)), ((1, 2, 1), (2, 1, 1))])
 
 
+@pytest.mark.long
 def test_masters_and_loss_scale_resume_on_another_topology(tmp_path):
     check_pairs(tmp_path, [((1, 2, 1), (2, 1, 1))], half=True)
 
@@ -118,6 +120,7 @@ def train_parts(rank, folder, topology, path, parts, half):
     return state, losses
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("topology", "half"),
     [
@@ -183,6 +186,7 @@ def state_dict_of_one(rank, folder):
     return job.model.state_dict()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("topology", [(1, 2, 1), pytest.param((2, 2, 1), marks=pytest.mark.slow)])
 def test_state_dicts_gather_and_scatter_slices_and_stages(tmp_path, topology):
     found = run_workers(state_dicts, size(topology), tmp_path, topology)

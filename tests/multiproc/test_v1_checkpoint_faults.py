@@ -63,6 +63,7 @@ def continue_after_death(rank, folder, path, there, draft):
     return tags, [name for name in os.listdir(path) if name.startswith(".")], state
 
 
+@pytest.mark.long
 @pytest.mark.matrix(1)
 @pytest.mark.parametrize(
     ("victim", "there", "call"),
@@ -141,6 +142,7 @@ def damage(folder):
         file.write(bytes([byte ^ 4]))
 
 
+@pytest.mark.long
 def test_mistakes_and_damage_are_errors_on_all_ranks(tmp_path):
     assert run_workers(misuse, 2, tmp_path, tmp_path / "run") == [True, True]
 
@@ -187,6 +189,7 @@ def full_disk(rank):
     resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
+@pytest.mark.long
 def test_saving_in_the_background(tmp_path):
     assert run_workers(background, 2, tmp_path, tmp_path / "run") == [True, True]
     assert sorted(os.listdir(tmp_path / "run")) == ["a_partial", "b_partial", "c_partial", "newest"]
@@ -282,6 +285,7 @@ def alone(rank, folder, path):
     return True
 
 
+@pytest.mark.long
 def test_a_rank_that_saves_alone_is_told(tmp_path):
     assert run_workers(alone, 2, tmp_path, tmp_path / "run") == [True, True]
 
@@ -316,5 +320,6 @@ def assignment(job):
     return json.loads(job.model.plan_json)["assignment"]
 
 
+@pytest.mark.long
 def test_another_partition_of_the_same_ranks(tmp_path):
     assert run_workers(another_partition, 2, tmp_path, tmp_path / "run") == [True, True]

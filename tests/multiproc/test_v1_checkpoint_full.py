@@ -108,6 +108,7 @@ def same_tensors(model, expected):
     return all(torch.equal(found[key], value) for key, value in expected.items())
 
 
+@pytest.mark.long
 def test_hugging_face_there_and_back(tmp_path):
     logits, ids = run_workers(train_gpt2, 4, tmp_path, tmp_path / "run")[0]
     torch.save(ids, tmp_path / "ids.pt")
@@ -202,6 +203,7 @@ def load_parts(path, state):
     return [name for name, value in state["model"].items() if not torch.equal(found["model"][name], value)]
 
 
+@pytest.mark.long
 def test_a_full_checkpoint_is_a_plain_file_that_any_topology_loads(tmp_path):
     results = run_workers(save_whole, 2, tmp_path, tmp_path / "run")
     state = results[0][0]
@@ -269,6 +271,7 @@ def equal(found, expected):
     )
 
 
+@pytest.mark.long
 def test_torch_distributed_checkpoint_and_plain_pytorch_exchange_what_they_save(tmp_path):
     model, optimizer = plain_gpt2()
     with warnings.catch_warnings():

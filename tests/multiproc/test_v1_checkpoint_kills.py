@@ -162,6 +162,7 @@ def kill_and_check(seeds, folder):
     return steps
 
 
+@pytest.mark.long
 def test_random_kills_while_a_full_checkpoint_is_saved(tmp_path):
     print(f"SMPC_KILL_SEED={SEED}")
     assert len(kill_and_check(range(SEED, SEED + 1), tmp_path)) == 1

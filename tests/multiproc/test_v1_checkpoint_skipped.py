@@ -32,6 +32,7 @@ def on_one_tensor_parallel_rank(rank, folder, path):
     return took if smp.dp_rank() == 0 else 0.0
 
 
+@pytest.mark.long
 def test_a_rank_that_has_begun_the_next_step_is_told(tmp_path):
     took = run_workers(on_one_tensor_parallel_rank, 2, tmp_path, tmp_path / "run")
     assert max(took) < TIMEOUT / 4
@@ -70,6 +71,7 @@ def at_the_end(rank, folder, path):
     return time.monotonic() - begin
 
 
+@pytest.mark.long
 def test_a_rank_that_has_ended_is_told(tmp_path):
     assert max(run_workers(at_the_end, 2, tmp_path, tmp_path / "run")) < TIMEOUT / 4
 

@@ -69,6 +69,7 @@ CASES = [
 ]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("call", "world", "max_norm", "config"), CASES)
 def test_stages_are_clipped_by_the_norm_of_the_whole_model(tmp_path, call, world, max_norm, config):
     """The embedding of GPT-2 is on both stages, and counts once."""
@@ -82,6 +83,7 @@ def test_stages_are_clipped_by_the_norm_of_the_whole_model(tmp_path, call, world
         torch.testing.assert_close(value, state[name], rtol=1e-5, atol=1e-6, msg=name)
 
 
+@pytest.mark.long
 @pytest.mark.matrix(1)
 @pytest.mark.parametrize("other", ["torch", "groups"])
 @pytest.mark.parametrize("config", [{"fp16": True}, {"bf16": True}], ids=str)
@@ -202,6 +204,7 @@ def clip_inside(rank, folder):
     return train_step(model, feed(batches(kwargs)[0]), 1.0)["loss"].reduce_mean()
 
 
+@pytest.mark.long
 def test_clipping_in_a_step_function_is_refused(tmp_path):
     """Only the rank of the last stage runs it: it would wait for the others."""
     first, second = run_workers(clip_inside, 2, tmp_path)

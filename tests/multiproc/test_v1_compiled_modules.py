@@ -124,6 +124,7 @@ CASES = [  # kind, configuration, runs of compiled graphs by rank
 ]
 
 
+@pytest.mark.long
 @pytest.mark.matrix(2)
 @pytest.mark.parametrize(("kind", "config", "compiled"), CASES)
 def test_compiled_modules_run_compiled(tmp_path, kind, config, compiled):

@@ -151,6 +151,7 @@ def check_resumed(tmp_path, tp, pp, early):
         assert torch.load(folder / f"losses{rank}.pt") == pytest.approx(eager()[0][HALF:], rel=1e-4)
 
 
+@pytest.mark.long
 def test_twenty_steps_follow_one_process_and_go_on_as_one(tmp_path):
     together = check(tmp_path, 2, 2, 1, {})
     check_resumed(tmp_path, 1, 1, early=True)
@@ -279,6 +280,7 @@ def first_lengths(rank, folder):
     return found, norm
 
 
+@pytest.mark.long
 def test_replicas_whose_first_batches_differ_run_what_the_first_program_has_decided(tmp_path):
     """The recording of a replica's own batch came before parameters were laid out, and was run after."""
     found = run_workers(first_lengths, 4, tmp_path)

@@ -173,6 +173,7 @@ def check_resumed(tmp_path, folder, name, pp, cp, tag, config=None):
         assert losses == pytest.approx(eager(name, 1)[0][HALF:], rel=1e-5)
 
 
+@pytest.mark.long
 def test_two_ranks_train_as_one_process_and_others_go_on(tmp_path):
     folder, found = check(tmp_path, "llama_padded", 1, 2)
     assert [ranks for *_, ranks in found] == [(0, 1, place, 2, [0, 1]) for place in range(2)]
@@ -180,6 +181,7 @@ def test_two_ranks_train_as_one_process_and_others_go_on(tmp_path):
     check_resumed(tmp_path, folder, "llama_padded", 1, 1, "half")
 
 
+@pytest.mark.long
 def test_beside_a_pipeline(tmp_path):
     check(tmp_path, "llama_padded", 2, 2)
 

@@ -151,6 +151,7 @@ def test_two_ranks(tmp_path):
     check(2, tmp_path, [(1, 1, "", "all", "", False)])
 
 
+@pytest.mark.long
 def test_four_ranks(tmp_path):
     check(4, tmp_path, FOUR[:1])
 

@@ -210,12 +210,14 @@ def test_others_go_on_from_experts_that_are_modules_of_their_own(tmp_path):
     check_resumed(tmp_path, folder, "listed", 2, 1, 4, 2, "whole")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("config", [pytest.param({}, marks=pytest.mark.slow), {"fully_shard": True}], ids=str)
 def test_parameters_that_no_expert_uses_have_no_gradients_and_ranks_may_serve_nothing(tmp_path, config):
     """A gradient of zero would let weight decay change the parameter."""
     check(tmp_path, "lopsided", 1, 2, 2, config)
 
 
+@pytest.mark.long
 def test_experts_that_are_modules_of_their_own_in_a_pipeline_and_in_parts(tmp_path):
     """No token ever chooses one of them, which is called without rows: it has a gradient of zero, as in one process, and decays."""
     folder = check(tmp_path, "sorted", 2, 2, 4, {"fully_shard": True})
@@ -227,6 +229,7 @@ def test_beside_a_pipeline(tmp_path):
     check(tmp_path, "by hand", 2, 2, 4)
 
 
+@pytest.mark.long
 def test_an_encoder_and_a_decoder_with_experts(tmp_path):
     """Its routers convert a linear layer to what it is already; a recording refused that."""
     check(tmp_path, SWITCH, 1, 2, 2)
@@ -375,6 +378,7 @@ def variants(rank, folder, ep, names):
     return {name: VARIANTS[name](ep) for name in names}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("names", [FIRST, pytest.param(tuple(VARIANTS)[6:], marks=pytest.mark.slow)])
 def test_precisions_and_sums_of_several_steps_are_those_of_replicas(tmp_path, names):
     found = []
@@ -509,6 +513,7 @@ def miss(rank, folder):
     return said
 
 
+@pytest.mark.long
 def test_a_rank_that_does_not_come_is_named(tmp_path):
     said, _ = run_workers(miss, 2, tmp_path)
     assert "1" in said

@@ -42,6 +42,7 @@ def evicted(rank, folder):
     return found
 
 
+@pytest.mark.long
 def test_what_is_known_of_a_step_function_outlives_its_programs(tmp_path):
     """A rank whose program is new took an evaluation for training, and others did not: StepError, after an eviction alone."""
     found = run_workers(evicted, 4, tmp_path)
@@ -123,6 +124,7 @@ def differ(rank, folder, config, wrong):
     return said, loss
 
 
+@pytest.mark.long
 def test_an_error_that_all_ranks_have_agreed_on_ends_no_job(tmp_path):
     """All replicas are in the group: none waits, and none is told."""
     config = {"pipeline_parallel_degree": 2}
@@ -130,6 +132,7 @@ def test_an_error_that_all_ranks_have_agreed_on_ends_no_job(tmp_path):
     assert all(said.startswith("StepError: step function") for said, _ in found)
 
 
+@pytest.mark.long
 def test_an_error_of_some_ranks_is_told_to_those_that_would_wait(tmp_path):
     """Experts inside of a context-parallel group, whose ranks agree: the other replica would wait for their gradients."""
     Launch(differ, 4, tmp_path, {"context_parallel_degree": 2}, [1]).wait()

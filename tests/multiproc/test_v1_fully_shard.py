@@ -89,6 +89,7 @@ def check(folder, cases):
                     assert_close(shards["optimizer"]["state"][name][key], value, rtol=1e-4, atol=1e-7)
 
 
+@pytest.mark.long
 def test_training_is_that_of_whole_parameters(tmp_path):
     check(tmp_path, FEW)
 
@@ -156,6 +157,7 @@ def saved_and_loaded(rank, folder):
     return refused
 
 
+@pytest.mark.long
 def test_checkpoints_and_state_dicts(tmp_path):
     for refused in run_workers(saved_and_loaded, 4, tmp_path):
         assert all("fully_shard" in text for text in refused)

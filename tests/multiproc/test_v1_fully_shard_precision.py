@@ -74,6 +74,7 @@ def one_rank_overflows(job):
     assert [differences(a, b) for a, b in zip(whole(job), before, strict=True)] == [[], []]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("precision", ["fp16", pytest.param("bf16", marks=pytest.mark.slow)])
 def test_training_is_that_of_whole_parameters(tmp_path, precision):
     smp.init({"pipeline_parallel_degree": 1})
@@ -255,5 +256,6 @@ def load_plain(job, folder):
     resume(folder / "plain", tag="saved", load_optimizer=False)
 
 
+@pytest.mark.long
 def test_masters_in_parts_follow_what_is_written_into_parameters(tmp_path):
     assert run_workers(writes, 4, tmp_path) == [None] * 4

@@ -134,6 +134,7 @@ def train_with_buffers(rank, folder):
     )
 
 
+@pytest.mark.long
 def test_python_may_read_buffers(tmp_path):
     results = run_workers(train_with_buffers, 2, tmp_path)
     torch.manual_seed(0)

@@ -181,6 +181,7 @@ def expected_parameters(counts, passes):
     return model.state_dict()
 
 
+@pytest.mark.long
 @pytest.mark.matrix(1)
 @pytest.mark.parametrize("case", PIPELINES)
 def test_pipelines(tmp_path, case):

@@ -37,6 +37,7 @@ def look(rank, folder):
     return first, losses, last, model.state_dict()
 
 
+@pytest.mark.long
 def test_a_model_in_a_pipeline_generates_what_it_would_in_one_process(tmp_path):
     losses, trained, _ = reference("gpt2")
     module, _, kwargs = make_model("gpt2")

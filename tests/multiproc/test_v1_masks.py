@@ -1,5 +1,6 @@
 """Masks of ones are left out of attention's kernels, as Hugging Face does it; others run a program that holds for all of them. Bitwise."""
 
+import pytest
 import torch
 from executor_harness import run_workers
 from v1_harness import MB, feed, make_model, start
@@ -40,6 +41,7 @@ def left_out(trace):
     return {dict(node.kwargs)["is_causal"] for node in trace.nodes if node.target.endswith("dot_product_attention")}
 
 
+@pytest.mark.long
 def test_every_step_is_that_of_one_process(tmp_path):
     results = run_workers(train, 2, tmp_path)
     model, _, _ = make_model("llama")

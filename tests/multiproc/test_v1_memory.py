@@ -86,6 +86,7 @@ CASES = [
 ]
 
 
+@pytest.mark.long
 @pytest.mark.matrix(1)
 @pytest.mark.parametrize(("name", "microbatches", "pipeline", "step"), CASES)
 def test_peaks_of_step_functions_are_those_of_the_plan(tmp_path, name, microbatches, pipeline, step):

@@ -218,6 +218,7 @@ def tried(chosen):
     return [(settings(*case), case[-1]) for case in chosen]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "case", [pytest.param((2, 1, "whole", "fp32", False), marks=pytest.mark.slow), (2, 2, "whole", "bf16", True)]
 )
@@ -237,6 +238,7 @@ def test_two_ranks(tmp_path):
     check(tmp_path, 2, tried(cases(2)))
 
 
+@pytest.mark.long
 @pytest.mark.matrix(3)
 @pytest.mark.parametrize("again", [False, True], ids=["kept", "recomputed"])
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
@@ -259,6 +261,7 @@ def alone(kind, name, dtype, again, size):
     return (config | ({dtype: True} if dtype != "fp32" else {}), again, name, size)
 
 
+@pytest.mark.long
 def test_models_that_run_as_they_are(tmp_path):
     """Scripts without a pipeline had no prediction. Of blocks that gather their own parameters the plan had all whole: 24% too much.
     Buckets were left out of what was measured in the optimizer's step, and of predictions where ranks share sequences: 21% too little."""
@@ -294,6 +297,7 @@ def test_experts_in_parts_beside_sequences_without_a_pipeline(tmp_path, dtype):
     check(tmp_path, 4, [(config, True)])
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("schedule", "cases"),
     [
@@ -329,12 +333,14 @@ def test_ranks_with_several_stages_or_a_searched_schedule(tmp_path, schedule, ca
     check(tmp_path, 2, [(config, again, name) for name, again in cases], message=0)
 
 
+@pytest.mark.long
 def test_what_is_there_while_the_optimizer_works(tmp_path):
     """Receive buffers, which stay, were left out: 8% too low. What the updates of a rank's two stages take was added up: 6% too high."""
     config = settings(2, 1, "whole", "bf16", None)
     check(tmp_path, 2, [(config, True, "resnet"), (config | {"schedule": "zb-v"}, True, "llama")], message=0)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "name",
     ["resnet", *(pytest.param(name, marks=pytest.mark.slow) for name in ("gpt2", "llama", "by hand", "mixtral"))],

@@ -88,6 +88,7 @@ def misuse(rank, folder, by_hand):
     return train_step(model, feed(ids), 1.0)["loss"].outputs
 
 
+@pytest.mark.long
 @pytest.mark.matrix(1)
 @pytest.mark.parametrize("by_hand", [None, LAST_FIRST], ids=["auto", "by hand"])
 def test_misuse_is_one_clear_error_on_every_rank(tmp_path, by_hand):
@@ -150,6 +151,7 @@ def failing(rank, folder, place, by_hand):
     explode(model, feed(ids))
 
 
+@pytest.mark.long
 @pytest.mark.matrix(1)
 @pytest.mark.parametrize(
     ("place", "by_hand", "culprit"),
@@ -176,5 +178,6 @@ def unequal_modes(rank, folder):
     return True
 
 
+@pytest.mark.long
 def test_modes_that_differ_between_ranks_are_an_error(tmp_path):
     assert run_workers(unequal_modes, 2, tmp_path) == [True, True]

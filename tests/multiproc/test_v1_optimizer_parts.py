@@ -67,6 +67,7 @@ def every_optimizer(rank, folder):
     return wrong
 
 
+@pytest.mark.long
 def test_every_elementwise_optimizer_computes_the_same_bits(tmp_path):
     assert run_workers(every_optimizer, 2, tmp_path) == [[], []]
 

@@ -62,6 +62,7 @@ def train(rank, folder, tp, pp):
     torch.save(found, folder / f"found{rank}.pt")
 
 
+@pytest.mark.long
 def test_slices_and_stages_train_as_one_process(tmp_path):
     def trained(name, world, *args):
         folder = tmp_path / name
@@ -141,6 +142,7 @@ def square_step(model, x):
     return loss
 
 
+@pytest.mark.long
 def test_optimizers_that_look_at_all_gradients_are_refused_unless_they_see_those_of_all_ranks(tmp_path):
     """Each rank divided by the norm of its own stage, without a word."""
     found = run_workers(own_norms, 2, tmp_path)

@@ -137,6 +137,7 @@ def trained(rank, folder, cases):
     return results
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("config", [FOR_THE_STEP, FOR_A_MICROBATCH, WHILE_RUNNING])
 def test_training_is_that_of_one_process(tmp_path, config):
     """Uses were an error of torch's that names nothing; of what was written nothing stayed, without a word."""
@@ -236,6 +237,7 @@ def recomputed_batch(step, part):
     return torch.randint(9, (2, 8), generator=torch.Generator().manual_seed(10 * step + part))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("anew", [False, True])
 def test_uses_that_a_backward_computes_again(tmp_path, anew):
     """They were torch's error about tensors and DTensors."""

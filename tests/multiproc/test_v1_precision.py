@@ -116,6 +116,7 @@ def clip(rank, folder, topology, configs, max_norm):
     return found
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "topology",
     [
@@ -252,6 +253,7 @@ def follow_writes(job):
         assert torch.equal(job.optimizer.local_state_dict()["state"][name]["master"].half(), parameter)
 
 
+@pytest.mark.long
 def test_overflows_nan_policy_and_writes_from_outside(tmp_path):
     assert run_workers(policy, 2, tmp_path) == [None] * 2
 

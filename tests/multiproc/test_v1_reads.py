@@ -138,6 +138,7 @@ def reference():
     return found, {name: p.grad for name, p in model.named_parameters()}
 
 
+@pytest.mark.long
 def test_what_forward_reads_may_change_between_steps(tmp_path):
     restore()
     results = run_workers(train, 2, tmp_path)

@@ -1,5 +1,6 @@
 """The options of replicas with a pipeline, two stages that share a parameter, and microbatches: against plain PyTorch."""
 
+import pytest
 import torch
 import torch.distributed as dist
 import zoo
@@ -56,6 +57,7 @@ def train(rank, folder):
     return found
 
 
+@pytest.mark.long
 def test_gradients(tmp_path):
     results = run_workers(train, 4, tmp_path)
     module, _ = zoo.build("tied")

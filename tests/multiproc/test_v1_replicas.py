@@ -2,6 +2,7 @@
 
 import copy
 
+import pytest
 import torch
 import torch.distributed as dist
 from executor_harness import run_workers
@@ -31,6 +32,7 @@ def replicas_with_unlike_batches(rank, folder):
     return grads
 
 
+@pytest.mark.long
 def test_replicas_with_unlike_batches(tmp_path):
     results = run_workers(replicas_with_unlike_batches, 4, tmp_path)
     grads = {}

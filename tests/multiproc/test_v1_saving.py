@@ -68,6 +68,7 @@ def save_and_load(rank, folder, by_hand):
     return list(full["model"])
 
 
+@pytest.mark.long
 @pytest.mark.matrix(1)
 @pytest.mark.parametrize("by_hand", [None, AROUND], ids=["auto", "by hand"])
 def test_save_and_load(tmp_path, by_hand):
@@ -98,5 +99,6 @@ def late_gather(rank, folder):
     return True
 
 
+@pytest.mark.long
 def test_gathering_on_some_ranks_only_or_other_things_is_an_error(tmp_path):
     assert run_workers(late_gather, 2, tmp_path) == [True, True]

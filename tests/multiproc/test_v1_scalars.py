@@ -153,6 +153,7 @@ def check(folder, world, cases):
                 torch.testing.assert_close(value, reference, rtol=1e-10, atol=1e-11)
 
 
+@pytest.mark.long
 def test_scalars_are_trained_and_saved_as_in_one_process(tmp_path):
     """They were refused by name, so that CLIP could not be sharded."""
     check(tmp_path, 2, CASES)

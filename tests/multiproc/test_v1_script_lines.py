@@ -325,6 +325,7 @@ def on_two_ranks(rank, folder, names):
     return run(Spread, names)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("names", [FIRST, pytest.param(OTHERS, marks=pytest.mark.slow)], ids=["first", "others"])
 def test_scripts_give_one_processs_bits(tmp_path, names):
     expected = run(Eager, names)

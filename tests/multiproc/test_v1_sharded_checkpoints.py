@@ -73,6 +73,7 @@ def reference(first_parts, later_parts):
     return losses[2:]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("source", "targets"),
     [

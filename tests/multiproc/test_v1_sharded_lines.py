@@ -158,6 +158,7 @@ def with_calls_between(rank, folder):
     return found
 
 
+@pytest.mark.long
 def test_calls_without_a_backward_leave_nothing_whole(tmp_path):
     model = make().eval()
     optimizer, expected = optimizer_of(model), []

@@ -159,6 +159,7 @@ def check(folder, config, world, names):
                 torch.testing.assert_close(value, expected_state[key], rtol=1e-10, atol=1e-10, msg=f"{name}: {key}")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("config", [FOR_THE_STEP, WHILE_RUNNING], ids=["step", "running"])
 def test_training_is_that_of_one_process(tmp_path, config):
     check(tmp_path, config, REPLICAS, list(MODULES))

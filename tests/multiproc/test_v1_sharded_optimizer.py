@@ -104,6 +104,7 @@ def compare(rank, folder, topology, kinds):
     return found
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("topology", "kinds"),
     [
@@ -158,6 +159,7 @@ def balance(rank, folder):
     return sum(value.nbytes for items in own.values() for key, value in items.items() if key != "step"), 12 * count
 
 
+@pytest.mark.long
 def test_equal_shares_and_a_state_dict_on_one_replica_alone(tmp_path):
     found = run_workers(balance, 3, tmp_path)
     total = found[0][1]

@@ -70,6 +70,7 @@ def check(cases, folder):
         assert CASES[case] in shown, told
 
 
+@pytest.mark.long
 def test_who_does_not_come_is_named(tmp_path):
     """Rank 0 waited for the longest of three timeouts, or for seven days."""
     check(FAST, tmp_path)
@@ -81,6 +82,7 @@ def test_who_does_not_come_is_named_in_every_case(tmp_path):
     check([case for case in CASES if case not in FAST], tmp_path)
 
 
+@pytest.mark.long
 def test_a_slow_start_is_no_stall(tmp_path):
     """One rank takes its time to build the model, and `start_timeout` is not over; in the other case, for the end of its last step."""
     found = run_cases(["slow", "late"], tmp_path)

@@ -83,6 +83,7 @@ ARRANGEMENTS = [
 ]
 
 
+@pytest.mark.long
 @pytest.mark.matrix(1)
 @pytest.mark.parametrize(("tp", "pp", "rdp", "config"), ARRANGEMENTS)
 def test_twenty_steps_follow_one_process(tmp_path, tp, pp, rdp, config):

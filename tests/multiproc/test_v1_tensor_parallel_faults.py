@@ -43,6 +43,7 @@ def drive(action, folder):
     (folder / "found.json").write_text(json.dumps({"status": status, "shown": shown, "ended": ended, "pids": pids}))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "action", ["kill", "sleep", pytest.param("raise", marks=pytest.mark.slow), pytest.param("stop", marks=pytest.mark.slow)]
 )  # fmt: skip

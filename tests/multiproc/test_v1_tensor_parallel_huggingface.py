@@ -80,11 +80,13 @@ def losses_together(tmp_path, world, *args):
 OTHERS = ["t5", "gptj", "gptneo", "gptneox", "bert", "roberta", "t5-gated", "vit"]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", ["gpt2", *(pytest.param(name, marks=pytest.mark.slow) for name in OTHERS)])
 def test_pipelines_of_distributed_layers_train_as_the_model_alone(tmp_path, name):
     assert losses_together(tmp_path, 4, name, 2, 2) == pytest.approx(losses_alone(name), rel=1e-4)
 
 
+@pytest.mark.long
 def test_delayed_initialization_draws_the_same_for_every_arrangement(tmp_path):
     alone = losses_together(tmp_path, 1, "gpt2", 1, 1, True)
     together = losses_together(tmp_path, 4, "gpt2", 2, 2, True)

@@ -78,6 +78,7 @@ def unequal(found, expected):
     ]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("origin", "targets", "half"),
     [
@@ -138,6 +139,7 @@ def large(rank, folder):
     return own, save, load, gather
 
 
+@pytest.mark.long
 def test_no_rank_holds_the_whole(tmp_path):
     for own, save_, load_, gather in run_workers(large, 2, tmp_path):
         print(

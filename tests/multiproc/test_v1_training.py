@@ -132,6 +132,7 @@ def modes_and_shapes(rank, folder, by_hand):
     return found
 
 
+@pytest.mark.long
 @pytest.mark.matrix(1)
 @pytest.mark.parametrize("by_hand", [None, AROUND], ids=["auto", "by hand"])
 def test_modes_and_shapes(tmp_path, by_hand):
@@ -250,6 +251,7 @@ def train_tied(rank, folder, name, world=2, by_hand=None):
     return losses, model.state_dict(), {name: parameter.detach() for name, parameter in model.local_named_parameters()}
 
 
+@pytest.mark.long
 @pytest.mark.matrix(1)
 @pytest.mark.parametrize("name", ["gpt2_tied", "t5"])
 def test_parameters_that_both_ranks_hold_stay_equal(tmp_path, name):
@@ -267,6 +269,7 @@ def test_parameters_that_both_ranks_hold_stay_equal(tmp_path, name):
             torch.testing.assert_close(merged[key], value, rtol=1e-3, atol=1e-4, msg=key)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("world", [pytest.param(2, marks=pytest.mark.slow), 4])
 def test_a_parameter_on_two_stages_of_one_rank(tmp_path, world):
     """The tied embedding is on the first and the last stage, both on rank 0: one parameter, reduced once over the replicas."""

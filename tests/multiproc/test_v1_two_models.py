@@ -121,6 +121,7 @@ def distil(rank, folder, config):
     return found, *states
 
 
+@pytest.mark.long
 def test_a_teacher_and_a_student_train_side_by_side(tmp_path):
     expected, *weights = in_one_process()
     for found, *states in run_workers(distil, 2, tmp_path, {}):

@@ -24,6 +24,7 @@ def train(rank, folder, name, config):
     return losses, model.state_dict()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("config", [{}, {"schedule": "zb-h1"}], ids=["1f1b", "zb-h1"])
 def test_training_is_that_of_plain_pytorch(tmp_path, config):
     losses, state, _ = reference("gpt2")
@@ -72,6 +73,7 @@ def restless(rank, folder, verify):
     return outputs, own, model.state_dict(), torch.get_rng_state(), module[1].calls, module[1].generator.get_state()
 
 
+@pytest.mark.long
 def test_no_bit_of_training_depends_on_it(tmp_path):
     """Buffers, attributes, generators and what is drawn afterwards."""
     runs = []
@@ -119,6 +121,7 @@ def refused(rank, folder):
     return texts, unchanged, model.partitioned
 
 
+@pytest.mark.long
 def test_all_ranks_stop_with_one_error_and_nothing_trained(tmp_path):
     first, second = run_workers(refused, 2, tmp_path)
     assert first == second
@@ -141,6 +144,7 @@ def one_replica_is_wrong(rank, folder):
     train_step(model, feed(batches(kwargs)[0]), 1.0)
 
 
+@pytest.mark.long
 def test_other_replicas_do_not_wait(tmp_path):
     for status, log in Launch(one_replica_is_wrong, 4, tmp_path).wait():
         assert status not in (0, "hung")
@@ -159,6 +163,7 @@ def evaluates(rank, folder):
     return evaluate(model, feed(batches(kwargs)[0])).outputs
 
 
+@pytest.mark.long
 def test_a_first_step_without_gradients(tmp_path):
     model, _, kwargs = make_model()
     expected = [model(input_ids=ids, labels=ids).loss for ids in batches(kwargs)[0].chunk(MB)]

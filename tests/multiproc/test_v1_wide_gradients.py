@@ -124,12 +124,14 @@ def test_sums_of_microbatches_and_batches_are_those_by_hand(tmp_path, precision)
     check(tmp_path, precision, Case((1, 1, 1)))
 
 
+@pytest.mark.long
 def test_in_a_pipeline(tmp_path):
     # The ends share a weight: what both find is summed in fp32, by hand in fp16 for each microbatch.
     tied = Case((2, 1, 1), distributed=True, rtol=1e-3)
     check(tmp_path, "fp16", Case((2, 1, 1)), Case((2, 1, 1), {"schedule": "zb-h1"}), tied)
 
 
+@pytest.mark.long
 def test_over_replicas(tmp_path):
     views = {"overlapping_allreduce": False, "gradient_as_bucket_view": True}
     check(
@@ -165,6 +167,7 @@ def without_last_backward(rank, folder):
     return found
 
 
+@pytest.mark.long
 def test_a_step_whose_last_microbatch_has_no_backward(tmp_path):
     for plain, shards in run_workers(without_last_backward, 4, tmp_path):
         assert {grad.dtype for grad in plain.values()} == {torch.float32}

@@ -59,6 +59,7 @@ def wrap(rank, folder):
         optimizer.step()
 
 
+@pytest.mark.long
 def test_what_would_train_wrongly_is_refused_at_once(tmp_path):
     """Some hung, some averaged gradients of different stages, some dropped what they were asked for."""
     assert run_workers(wrap, 2, tmp_path) == [None] * 2

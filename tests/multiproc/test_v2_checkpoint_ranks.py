@@ -75,6 +75,7 @@ def loads(rank, channel, path, by_torch):
     return whole(state)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("is_async", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_other_numbers_of_ranks_load_what_two_saved(is_async, tmp_path):
     path = str(tmp_path / "c")
@@ -214,6 +215,7 @@ def rehearse(folder):
     }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("number", [4, pytest.param(200, marks=[pytest.mark.slow, pytest.mark.timeout(3600)])])
 def test_kills_while_saving_over_a_checkpoint_lose_nothing(number, tmp_path):
     seed = int(os.environ.get("SMPC_KILL_SEED", "20240"))

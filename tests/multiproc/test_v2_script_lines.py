@@ -92,6 +92,7 @@ def clips(rank, channel):
     return found
 
 
+@pytest.mark.long
 def test_clipping_by_the_norm_of_all_ranks(tmp_path):
     """torch's own took the norm of this rank's slices: each rank scaled by another number, and whole parameters became different."""
     for found in values_of(run_ranks(2, clips, tmp_path)):
@@ -149,6 +150,7 @@ def differentiates_and_replicates(rank, channel):
     return plain({name: parameter.grad for name, parameter in encoder.named_parameters()}), whole(model)
 
 
+@pytest.mark.long
 def test_gradients_of_inputs_and_replicas_of_slices(tmp_path):
     """What is in front of the model had this rank's part of its gradient; DistributedDataParallel gave all ranks the first one's slices."""
     encoder, model = nn.Linear(8, 8), Net()
@@ -259,6 +261,7 @@ def teacher_and_student(rank, channel, path):
     return [plain(model) for model, _ in states], {name: momenta[name]["momentum_buffer"].tolist() for name in momenta}
 
 
+@pytest.mark.long
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 def test_two_models_whose_parameters_have_the_same_names(tmp_path):
     """A full state dict had a slice of one where the other's was expected; ranks went through models in different orders."""

@@ -48,6 +48,7 @@ def check_losses(folder, size, family, degrees, fsdp, checkpoints=False, loss_of
         torch.testing.assert_close(losses, wanted, rtol=1e-5, atol=0)
 
 
+@pytest.mark.long
 @pytest.mark.matrix(1)
 @pytest.mark.parametrize(
     ("family", "fsdp", "checkpoints", "loss_of"),
@@ -61,6 +62,7 @@ def test_sequences_that_scripts_cut(family, fsdp, checkpoints, loss_of, tmp_path
     check_losses(tmp_path, 2, family, CONTEXT, fsdp, checkpoints, loss_of)
 
 
+@pytest.mark.long
 @pytest.mark.matrix(1)
 @pytest.mark.parametrize(
     ("size", "degrees", "fsdp", "checkpoints"),
@@ -80,6 +82,7 @@ def test_sequences_beside_replicas(tmp_path):
     check_losses(tmp_path, 4, "llama", CONTEXT, 2)
 
 
+@pytest.mark.long
 @pytest.mark.matrix(1)
 @pytest.mark.parametrize(
     ("size", "family", "degrees", "fsdp", "checkpoints", "loss_of"),
@@ -117,6 +120,7 @@ def trains_in_bf16(rank, channel, family, degrees, fsdp):
     return losses, str(model(input_ids=own_chunks(batch(0, 0))).logits.dtype), parameters
 
 
+@pytest.mark.long
 @pytest.mark.matrix(1)
 @pytest.mark.parametrize(
     ("family", "degrees", "fsdp"),
@@ -144,6 +148,7 @@ def clips(rank, channel, fsdp, use_orig_params):
     return clip_grad_norm_(model, 0.5).item(), clip_grad_norm_(model, 0.5).item()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("fsdp", "use_orig_params"), [(1, False), slow(1, True), slow(2, False)])
 def test_the_norm_counts_every_gradient_once(fsdp, use_orig_params, tmp_path):
     model = build("llama")
@@ -195,6 +200,7 @@ def starts_from_rank0(rank, channel):
     return {name: None if p.is_meta else p.detach().numpy() for name, p in model.named_parameters()}
 
 
+@pytest.mark.long
 def test_rank_0_has_the_weights_of_its_group(tmp_path):
     first, second, *others = values_of(run_ranks(4, starts_from_rank0, tmp_path))
     assert all(value is None for other in others for value in other.values())

@@ -126,6 +126,7 @@ def check_experts(size, degrees, fsdp, mode, more, folder):
         assert found == pytest.approx(norm, rel=1e-5)
 
 
+@pytest.mark.long
 @pytest.mark.matrix(1)
 @pytest.mark.parametrize(
     ("size", "degrees", "fsdp", "mode"),

@@ -78,6 +78,7 @@ def share(rank, folder, name, attention):
     return found
 
 
+@pytest.mark.long
 @pytest.mark.matrix(1)
 @pytest.mark.parametrize(("name", "attention"), [("gpt2", "sdpa"), ("bert", "eager"), ("llama", "sdpa")])
 def test_dropout_drops_what_it_does_on_one_process(tmp_path, name, attention):
@@ -113,6 +114,7 @@ def script(rank, folder):
     return losses
 
 
+@pytest.mark.long
 def test_the_same_in_training_scripts(tmp_path):
     model, batch = made("gpt2", "sdpa")
     losses = []

@@ -168,6 +168,7 @@ def test_a_file_that_never_comes(monkeypatch, tmp_path):
         pytest.fail("it is not there")
 
 
+@pytest.mark.long
 def test_importable_by_itself():
     """Nothing of the interfaces above comes with it."""
     code = "import sys, smpc.dist; print(sorted(name for name in sys.modules if name.startswith(('smpc.v1', 'smpc.v2', 'smpc.composer'))))"

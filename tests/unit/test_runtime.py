@@ -36,6 +36,7 @@ def eager_step(model, batch, microbatches=2):
         (parity.loss_of(model(*args, **kwargs)) / 2).backward()
 
 
+@pytest.mark.long
 @pytest.mark.matrix(3)
 @pytest.mark.parametrize("name", ["gpt2", "gpt2_tied", "convnet"])
 @pytest.mark.parametrize("set_to_none", [True, False])

@@ -137,6 +137,7 @@ def test_collectives_that_were_measured_count_inside_a_host():
     assert collective_time(CollectiveKind.ALL_GATHER, 1e8, Group(2, 2), device) == pytest.approx(0.05 + 1e-4)
 
 
+@pytest.mark.long
 def test_a_machine_is_measured_written_and_read_again(tmp_path, monkeypatch):
     monkeypatch.setattr("smpc.calibration.probes._WIDTHS", (64, 128))
     monkeypatch.setattr("smpc.calibration.probes._CHANNELS", (8, 16))

@@ -54,6 +54,7 @@ SCRIPT = """
 """
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("disk", ["free", "full"])
 def test_an_immediate_exit_waits_or_fails_loudly(tmp_path, disk):
     command = [sys.executable, "-c", textwrap.dedent(SCRIPT), str(tmp_path / "run"), disk]

@@ -79,6 +79,7 @@ def test_a_draft_of_a_dead_job_is_ignored_reported_and_cleaned(root):
     assert sorted(os.listdir(root.path)) == ["newest", "s1", "s2", "s3"]
 
 
+@pytest.mark.long
 def test_the_draft_of_a_job_at_work_is_left_alone(root):
     script = """
         import sys, os

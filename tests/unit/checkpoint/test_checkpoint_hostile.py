@@ -211,6 +211,7 @@ def sealed_manifest(tmp_path, change):
     return _sealed_manifest(_canonical_manifest(body))
 
 
+@pytest.mark.long
 def test_manifests_with_a_good_sum(tmp_path):
     """Whoever writes both files and manifest can make it say anything; not: take gigabytes, or hours."""
 
@@ -275,6 +276,7 @@ def thawed(value):
     return value
 
 
+@pytest.mark.long
 @settings(max_examples=examples(100), deadline=None, database=None)
 @given(value=PLAIN, protocol=st.integers(3, pickle.HIGHEST_PROTOCOL))
 def test_plain_values_are_read_as_python_reads_them(value, protocol):

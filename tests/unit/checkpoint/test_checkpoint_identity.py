@@ -231,6 +231,7 @@ for step in range(8):
 """
 
 
+@pytest.mark.long
 def test_jobs_that_save_into_one_folder_do_not_disturb_each_other(tmp_path):
     """Each save drafts, numbers, renames and marks; each begins with cleaning up what dead jobs left."""
     path, failures = str(tmp_path / "run"), []

@@ -145,6 +145,7 @@ def purge(path, messages):
         messages.send(([str(w.message) for w in caught], root.newest(), values(root, "new")))
 
 
+@pytest.mark.long
 def test_a_purge_that_fails_is_a_warning(tmp_path):
     base = tmp_path / "run"
     save(Root(base), "old", one(1), Alone())

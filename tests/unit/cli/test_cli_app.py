@@ -237,6 +237,7 @@ def test_styles_in_the_config_file_are_a_plan(smpc, factories, tmp_path):
         assert says in err
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [

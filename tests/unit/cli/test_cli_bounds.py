@@ -181,6 +181,7 @@ LARGE = [
 ]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("arguments", "says"), LARGE, ids=[f"{i}" for i in range(len(LARGE))])
 def test_sizes_that_nobody_has(refused, arguments, says):
     assert says in refused(*arguments)
@@ -308,6 +309,7 @@ def _process(*arguments, **options):
     return process.returncode, err, usage.ru_maxrss << 10, usage.ru_utime
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "arguments",
     [
@@ -323,6 +325,7 @@ def test_real_processes(folder, arguments):
     assert seconds < 30
 
 
+@pytest.mark.long
 def test_a_result_that_cannot_be_written_is_told(folder):
     with open("/dev/full", "w") as full:
         status, err, _, _ = _process("compile", BUILD, *TWO, "--json", stdout=full)

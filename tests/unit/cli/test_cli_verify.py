@@ -204,6 +204,7 @@ def test_a_model_that_does_not_fit_is_refused_before_it_is_made(smpc, monkeypatc
     assert "verify a configuration of fewer layers" in line
 
 
+@pytest.mark.long
 def test_ranks_that_share_operations_train_one_step_as_a_script_does(smpc):
     """Gradients far smaller than the rounding of the parameters, too, are exact."""
     status, out, err = smpc("faint", "-t", "2", "-m", "2", "--verify")

@@ -73,6 +73,7 @@ def outcome(name):
         return max(found, key=len), tuple(dict.fromkeys(item.function for item in whole)), sum(i.count for i in whole)
 
 
+@pytest.mark.long
 @pytest.mark.matrix(1)
 @pytest.mark.parametrize("name", EVERY_DAY)
 def test_architectures(name):

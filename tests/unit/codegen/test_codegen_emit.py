@@ -3,6 +3,7 @@
 import importlib.util
 import sys
 
+import pytest
 import torch
 import zoo
 from random_plans import compile_assignment, contiguous
@@ -24,6 +25,7 @@ def load(source, path):
     return module
 
 
+@pytest.mark.long
 def test_two_compiles_give_the_same_bytes():
     texts = []
     for _ in range(2):

@@ -70,6 +70,7 @@ WHOLE = ("added", "fours", "biased fours turned", "bent", "biased bent")
 AGAIN = ("turned", "biased", "biased fours turned", "bent")  # each word is in another form too
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "form", [pytest.param(form, marks=[pytest.mark.slow] if form in AGAIN else []) for form in DIVIDED + WHOLE]
 )
@@ -112,6 +113,7 @@ class Again(Experts):
         return checkpoint(super().forward, hidden, index, weights, use_reentrant=self.reentrant)
 
 
+@pytest.mark.long
 @pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")
 @pytest.mark.parametrize("reentrant", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_experts_with_a_bias_that_compute_themselves_again_stay_whole(reentrant):

@@ -28,6 +28,7 @@ def collectives(module, layer):
     return [c.function for c in module.rewritten.sharded.collectives if c.module.startswith(layer) and c.forward_bytes]
 
 
+@pytest.mark.long
 def test_a_causal_model_gathers_keys_and_values_alone():
     module = check(MODELS["llama"], 2, layout="zigzag", attention="all_gather")
     assert collectives(module, "model.layers.1") == ["gather_in", "gather_in"]
@@ -37,6 +38,7 @@ def test_a_causal_model_gathers_keys_and_values_alone():
     assert "gather_in Z(2) -> B" in text
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("name", "layout"), [pytest.param("gpt2", "zigzag", marks=pytest.mark.slow), ("llama_padded", "contiguous")]
 )
@@ -51,6 +53,7 @@ def test_both_layouts_are_right_for_every_attention(name, layout):
     check(MODELS[name], 2, torch.float64, layout=layout)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("name", "attention", "layout"), [("llama_padded", "p2p", "zigzag"), ("llama_padded", "a2a", "contiguous")]
 )
@@ -62,6 +65,7 @@ def test_each_way_of_attention_is_right(name, attention, layout):
     assert module.rewritten.layout == layout
 
 
+@pytest.mark.long
 def test_a_ring_s_messages_are_in_the_report():
     """Keys and values of the two key heads go on once; backward again, and their gradients twice."""
     module = check(MODELS["llama"], 2, attention="p2p")
@@ -96,6 +100,7 @@ def test_views_of_what_is_laid_out_otherwise_on_a_rank():
     check(lambda: (Windows(), tokens()), 2, torch.float64, layout="contiguous", attention="all_gather")
 
 
+@pytest.mark.long
 def test_lengths_that_only_half_as_many_pieces_divide_are_cut_in_a_row():
     model, inputs = made(MODELS["llama"], length=18)
     modules = [shard(copy.deepcopy(model), inputs, group) for group in tensor_groups(2)]
@@ -161,6 +166,7 @@ def test_every_model_in_every_type(name, layout, dtype, degree):
     check(MODELS[name], degree, dtype, layout=layout)
 
 
+@pytest.mark.long
 def test_evaluation_uses_the_same_parameters():
     model, inputs = made(MODELS["llama"])
     modules = [shard(copy.deepcopy(model), inputs, group).eval() for group in tensor_groups(2)]

@@ -286,6 +286,7 @@ def check_graph(seed, length, degree, used):
             assert_close(own.get(name, torch.zeros_like(gradient)), gradient, f"{where}: the gradient of {name}")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("degree", [pytest.param(2, marks=pytest.mark.slow), 4])
 def test_graphs(degree):
     used = set()

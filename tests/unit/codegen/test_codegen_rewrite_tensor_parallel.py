@@ -111,6 +111,7 @@ def check(make, degree):
     return modules[0]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("make", "block"), [pytest.param(gpt2, "transformer.h.1", marks=pytest.mark.slow), (llama, "model.layers.1")]
 )
@@ -142,6 +143,7 @@ def test_mixer():
     check(mixer, 2)
 
 
+@pytest.mark.long
 def test_experts_whose_weights_are_multiplied_from_the_left_are_split():
     layouts = check(aria, 2).layouts
     own = {name.rpartition(".")[2]: str(layout) for name, layout in layouts.items() if ".mlp.experts." in name}
@@ -369,6 +371,7 @@ class SharesWithWhole(nn.Module):
         return self.inner(torch.relu(self.up(x))).square().mean()
 
 
+@pytest.mark.long
 def test_a_weight_of_a_module_called_whole_stays_whole():
     torch.manual_seed(0)
     model, inputs = SharesWithWhole(), {"x": torch.randn(BATCH, HIDDEN)}
@@ -534,6 +537,7 @@ def test_a_group_of_one_rank_has_the_whole_model(plan):
     assert not module.rewritten.sent_bytes
 
 
+@pytest.mark.long
 def test_hugging_face_plan():
     torch.manual_seed(0)
     model, inputs = llama()

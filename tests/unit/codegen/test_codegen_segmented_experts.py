@@ -63,6 +63,7 @@ class Model(nn.Module):
         return self.head(hidden + self.block(hidden)).square().mean()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("form", "ranks"), [pytest.param("plain", 4, marks=pytest.mark.slow), ("counted", 2), ("biased", 4)]
 )

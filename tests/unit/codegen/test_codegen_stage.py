@@ -1,5 +1,6 @@
 """Stage modules hold the model's own parts under the model's own names."""
 
+import pytest
 import torch
 import zoo
 from odd_models import MovingAverage, OddNames
@@ -26,6 +27,7 @@ def test_modules_called_whole_are_the_models_own():
             assert stage.get_submodule(name) is model.get_submodule(name)
 
 
+@pytest.mark.long
 def test_names_and_tensors_of_all_stages_are_those_of_the_model():
     for name in ("gpt2", "t5", "convnet", "gpt2_tied", "lstm"):
         model, batch = zoo.build(name)

@@ -161,6 +161,7 @@ def test_two_processes_with_other_hash_seeds_write_the_same_bytes():
     assert first == second
 
 
+@pytest.mark.long
 @pytest.mark.matrix(2)
 @pytest.mark.parametrize("name", ["gpt2", "t5", "gpt2_tied", "convnet", "unet"])
 def test_evaluation_of_another_batch_like_a_compilation(name):

@@ -36,6 +36,7 @@ def test_a_ring_in_the_wrong_order_is_found_before_any_program_runs(monkeypatch)
         compile_model(model, inputs, pipeline_parallel_degree=1, **asked)
 
 
+@pytest.mark.long
 def test_a_pipeline_of_context_parallel_ranks_trains_as_one_process(compiled):
     model, inputs, compilation = compiled
     tensors = {name: value for name, value in inputs.items() if isinstance(value, torch.Tensor)}

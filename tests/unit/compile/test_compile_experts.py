@@ -48,6 +48,7 @@ def test_a_rank_holds_its_share_of_the_experts(name, degree, most):
     assert sum(stage.num_parameters for stage in found.plan.stages) == expert_elements(name, most)
 
 
+@pytest.mark.long
 @pytest.mark.matrix(1)
 @pytest.mark.parametrize("degree", [2, 4])
 def test_rows_travel_there_and_back(degree):
@@ -70,6 +71,7 @@ def test_rows_of_experts_in_a_list_are_told_by_their_work():
     assert all(0.9 * whole < num_bytes < 1.1 * whole for num_bytes in sent)
 
 
+@pytest.mark.long
 def test_traffic_is_in_the_predicted_times():
     alone = compiled("MixtralForCausalLM", data_parallel_degree=2)
     divided = compiled("MixtralForCausalLM", data_parallel_degree=2, expert_parallel_degree=2)
@@ -83,6 +85,7 @@ def test_traffic_is_in_the_predicted_times():
     assert parts.pipeline == pytest.approx(divided.timeline().makespan * waited)
 
 
+@pytest.mark.long
 def test_experts_are_divided_beside_weights_and_sequences():
     """A rank has half of the experts, and of these half of the inner dimension; of a slice of a sequence it sends half as much."""
     options = {"pipeline_parallel_degree": 1, "microbatches": 1, "expert_parallel_degree": 2}
@@ -278,6 +281,7 @@ def test_weights_that_ranks_gather_are_kept_for_the_backward():
     assert all(node.storage in saved for node in gathered)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "options", [{}, {"fully_shard": True}, pytest.param({"shard_optimizer_state": True}, marks=pytest.mark.slow)]
 )
@@ -297,6 +301,7 @@ def test_ranks_that_share_sequences_count_as_replicas(options):
     assert state[0] == state[1]
 
 
+@pytest.mark.long
 def test_gradients_of_experts_are_summed_over_the_ranks_that_have_the_same():
     """They were taken to be summed over all replicas, of which each has other experts; and so were the optimizer's buckets."""
     wire = Wire(1e6, 0.0)

@@ -107,6 +107,7 @@ def ways(target):
     return found
 
 
+@pytest.mark.long
 def test_offloading_is_found_where_nothing_else_fits_and_only_there(target, ways):
     least = {bool(moves): min(peak for _, peak, horizon in ways if (horizon > 0) == moves) for moves in (False, True)}
     assert least[True] < 0.8 * least[False]
@@ -141,6 +142,7 @@ def test_a_better_cut_fits_with_offloading(target, ways):
     assert all(result.step_time >= found.best.step_time for result in unoffloaded)
 
 
+@pytest.mark.long
 def test_the_least_memory_counts_offloading(target):
     with pytest.raises(MemoryLimitError, match="schedule, offloading activations; raise memory_limit") as caught:
         search(target, 1000)
@@ -230,6 +232,7 @@ def test_where_nothing_is_away_for_long_enough_the_report_says_so(target):
     assert text == "nothing is offloaded: no backward of a checkpointed module is more than 32 tasks behind its forward"
 
 
+@pytest.mark.long
 def test_the_command_finds_it(ways, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(sys, "path", list(sys.path))
     name = f"offload_factory_{random.randrange(10**9)}"

@@ -328,6 +328,7 @@ def test_what_cannot_be_split_is_rejected_with_the_reason():
     assert {result.reason for result in wrong} == {"no parameter can be split over 2 tensor-parallel ranks"}
 
 
+@pytest.mark.long
 def test_a_limit_is_kept_and_costs_time(model, batch, free, everything):
     least = min(peak for *_, peak in everything)
     limit = int(1.2 * least)
@@ -340,6 +341,7 @@ def test_a_limit_is_kept_and_costs_time(model, batch, free, everything):
             assert tight.best.step_time <= seconds * 1.0102, candidate
 
 
+@pytest.mark.long
 def test_the_least_memory_that_is_said_to_do_does(model, batch):
     with pytest.raises(MemoryLimitError, match="the least memory that would do is") as caught:
         search(model, batch[:2], world_size=2, memory_limit="1KB")
@@ -434,6 +436,7 @@ def test_modules_to_compute_again_are_blocks_some_of_them_and_parts(model, batch
     assert found["half the blocks"] == ("blocks.0", "blocks.2", "blocks.4")
 
 
+@pytest.mark.long
 def test_without_a_plan_the_budget_goes_to_what_needs_the_least_memory(model, batch, everything):
     limit = int(1.05 * min(peak for *_, peak in everything))
     found = smpc.search(model, batch, world_size=4, memory_limit=limit, device=DEVICE, effort=1e-6)
@@ -449,6 +452,7 @@ def test_the_first_shape_that_is_looked_at_gives_a_plan(model, batch):
     assert len(without) == 3  # before the first shape, while it is looked at, and before its plan
 
 
+@pytest.mark.long
 def test_how_far_guesses_are_off_is_not_counted_twice(model, batch, monkeypatch):
     """What is learned is a planned peak over a guessed one. It was multiplied by what had been learned before: 2.4, 5.9, 24, 36."""
     once, learned = _Searcher._try, []

@@ -74,6 +74,7 @@ def tried(monkeypatch, effort):
         return seen, smpc.search(model, batch, world_size=4, device="h100", effort=effort)
 
 
+@pytest.mark.long
 def test_what_looks_slower_by_a_tenth_is_left_with_its_bound(monkeypatch):
     seen, found = tried(monkeypatch, 1.0)
     assert max(seen) <= 1.1

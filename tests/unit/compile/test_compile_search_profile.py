@@ -77,6 +77,7 @@ def grid(forecast):
     return list(found.values())
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("every", [pytest.param(1, marks=pytest.mark.slow), 4])
 def test_guesses_are_near_plans_for_all_degrees(known, every):
     """They were off by factors: the fullest stage was taken for the average one, and a module at work for nothing.
@@ -98,6 +99,7 @@ def test_guesses_are_near_plans_for_all_degrees(known, every):
     assert all(0.85 <= ratio <= 1.4 for ratio, _ in off), off  # where what is computed again cannot be in one stage
 
 
+@pytest.mark.long
 def test_a_microbatch_that_was_not_recorded_is_guessed_from_another_size(known):
     forecast, plans = known
     for size in (2, 4):
@@ -165,6 +167,7 @@ def test_what_is_not_in_experts_stays_whole_in_guesses():
     assert found / 2 < bound <= found
 
 
+@pytest.mark.long
 def test_parameters_are_divided_beside_experts():
     """A search tried nothing of the kind where experts were divided; and gradients of experts counted as sums over all replicas."""
     model, batch = mixtral()

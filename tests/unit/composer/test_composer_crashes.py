@@ -81,6 +81,7 @@ def _path(folder, batch, options):
     return folder / f"ep{batch // 4}-ba{batch}{'' if options else '-rank0.pt'}"
 
 
+@pytest.mark.long
 @KINDS
 def test_a_link_that_leads_nowhere(tmp_path, options):
     """The run began anew, and then wrote over the checkpoints that were there."""

@@ -59,6 +59,7 @@ def test_the_reference_has_the_modules_that_users_import(site):
     assert [name for name in MODULES if name not in reference.MODULES and not deep.fullmatch(name)] == []
 
 
+@pytest.mark.long
 def test_the_gallery_plans_a_model(site):
     gallery = site("gallery")
     assert len(gallery.ENTRIES) == 10

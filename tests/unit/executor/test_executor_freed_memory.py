@@ -48,6 +48,7 @@ def kept_and_faults(folder: Path, **variables: str) -> tuple[int, int]:
     return int(kept), int(faults)
 
 
+@pytest.mark.long
 def test_a_rank_on_a_cpu_keeps_what_it_has_freed(tmp_path):
     """The kernel filled each page with zeros again in each microbatch: a fifth of a U-Net's step."""
     kept, faults = kept_and_faults(tmp_path)
@@ -55,6 +56,7 @@ def test_a_rank_on_a_cpu_keeps_what_it_has_freed(tmp_path):
     assert faults < 100
 
 
+@pytest.mark.long
 def test_the_environment_decides_otherwise(tmp_path):
     """Of glibc's own freed pages a few MiB at the end of its heap stay. Faults are not counted: huge pages need few."""
     kept, _ = kept_and_faults(tmp_path, MALLOC_TRIM_THRESHOLD_="131072", MALLOC_MMAP_THRESHOLD_="131072")

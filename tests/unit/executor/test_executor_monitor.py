@@ -35,6 +35,7 @@ for spoil in (lambda: None, sys.stderr.close, lambda: setattr(sys, "stderr", Non
 """
 
 
+@pytest.mark.long
 def test_a_stall_ends_whatever_stderr_is():
     """With sys.stderr = None the watcher used to die of a RuntimeError, and the job hung for ever."""
     done = subprocess.run([sys.executable, "-c", STALLS], capture_output=True, text=True, timeout=120, check=False)

@@ -120,6 +120,7 @@ def on_all(num_ranks, run):
         raise failures[0]
 
 
+@pytest.mark.long
 @pytest.mark.matrix(2)
 @pytest.mark.parametrize(
     ("name", "options"),
@@ -228,6 +229,7 @@ def test_a_closed_transport_has_aborted_its_groups():
         transports[1].send(0, torch.zeros(2), WireFormat.of("v", TensorSpec((2,), "float32", (1,))))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kinds", [("train", "skip", "evaluate", "train"), ("evaluate", "skip", "train")])
 def test_every_message_is_received_whatever_a_step_does(kinds):
     """A receive more, or one less, would give the next step this one's tensors: after a step of which nothing is differentiated, where

@@ -54,6 +54,7 @@ def test_gradcheck():
     assert torch.autograd.gradcheck(lambda *x: flash_attention_with_lse(*x, bias, scale=0.4, causal=True), (q, k, v))
 
 
+@pytest.mark.long
 def test_opcheck():
     q, k, v = heads(2, 4, 5, 8, grad=True), heads(2, 2, 7, 8, grad=True), heads(2, 2, 7, 8, grad=True)
     strided = heads(2, 5, 4, 8).transpose(1, 2).requires_grad_()

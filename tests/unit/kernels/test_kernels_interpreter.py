@@ -20,6 +20,7 @@ def check_folder(marks: str, timeout: float) -> None:
     assert " passed" in child.stdout
 
 
+@pytest.mark.long
 @pytest.mark.timeout(900)
 def test_kernels_in_the_interpreter():
     pytest.importorskip("triton")

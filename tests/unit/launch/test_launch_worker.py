@@ -94,6 +94,7 @@ def test_hook_of_the_script_is_called(run):
     assert done.stdout == "hook boom\n"
 
 
+@pytest.mark.long
 def test_failed_rank_does_not_wait_for_its_threads(run):
     done, report = run("import threading\nimport time\n"
                        "threading.Thread(target=time.sleep, args=(600,)).start()\nraise ValueError\n")  # fmt: skip

@@ -142,6 +142,7 @@ def test_twins_are_ordered_by_what_waits_for_them():
     assert all(5 not in found or 4 in found for found in members)
 
 
+@pytest.mark.long
 def test_thousands_of_units_with_many_prefixes():
     n = 1500
     units = Units(tuple(i * 7919 % 101 + 1 for i in range(n)), (1,) * n, (1,) * n)

@@ -193,6 +193,7 @@ def best_intervals(instance, n):
     return float(best[n])
 
 
+@pytest.mark.long
 @pytest.mark.matrix(1)
 @pytest.mark.parametrize(("seed", "limit", "backward"), [(0, None, False), (1, 480.0, False), (2, None, True)])
 def test_five_hundred_nodes_on_six_devices(seed, limit, backward):
@@ -272,6 +273,7 @@ def test_accelerators_and_a_cpu_share_a_graph_with_branches(seed):
     assert found.gap <= 1e-3
 
 
+@pytest.mark.long
 def test_three_hundred_nodes_with_branches():
     """No plain method is quick enough: what is said is held against the definition, and no single node's move is better."""
     instance = branches(42, 5, devices=[Processor(bandwidth=1.0)] * 6, split="contiguous", may_idle=True)
@@ -366,6 +368,7 @@ def test_a_line_cuts_a_value_on_every_device():
     assert simple_bound(slow) == pytest.approx(1 / 2.1)
 
 
+@pytest.mark.long
 def test_rows_are_narrow_where_the_numbering_is_not():
     """A grid numbered line by line has as many open values as a line is long. Each of three devices cuts it across once at least."""
     numbers = {(i, j): f"{i},{j}" for i in range(3) for j in range(30)}

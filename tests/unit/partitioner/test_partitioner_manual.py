@@ -128,6 +128,7 @@ def test_a_module_without_marks_around_or_inside_goes_to_the_default():
 GPT2 = {f"transformer.h.{i}": rank for i, rank in enumerate((1, 2, 1, 0))}
 
 
+@pytest.mark.long
 @pytest.mark.matrix(1)
 @pytest.mark.parametrize("pipeline", ["simple", "interleaved"])
 def test_gpt2_blocks_on_1_2_1_0(pipeline):
@@ -152,6 +153,7 @@ CASES = [
 ]
 
 
+@pytest.mark.long
 @pytest.mark.matrix(2)
 @pytest.mark.parametrize(("name", "marks", "default", "placement"), CASES, ids=lambda value: str(value)[:40])
 def test_models_by_hand(name, marks, default, placement):

@@ -216,6 +216,7 @@ def test_a_limit_holds_where_blocks_gather_their_own_parameters():
     assert caught.value.least_bytes == free
 
 
+@pytest.mark.long
 def test_the_number_of_stages_that_is_said_to_do_does():
     limit = int(0.6 * peak_of(plan_of("gpt2", None)))
     with pytest.raises(PartitionError) as caught:
@@ -229,6 +230,7 @@ def test_the_number_of_stages_that_is_said_to_do_does():
         plan_of("gpt2", limit, pipeline_parallel_degree=fewest - 1)
 
 
+@pytest.mark.long
 def test_a_limit_that_does_not_bind_changes_nothing():
     free, limited = plan_of("llama", None), plan_of("llama", "80GB")
     assert limited.assignment == free.assignment

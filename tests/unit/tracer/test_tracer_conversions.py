@@ -126,6 +126,7 @@ def test_other_conversions_are_refused(how):
         record(Around(Converting(convert)), (X,))
 
 
+@pytest.mark.long
 def test_a_module_that_is_called_whole():
     model = Around(Branching(torch.float32))
     verify(record(model, (X,)), model, (X,))
@@ -150,6 +151,7 @@ def test_a_later_call_that_would_convert_is_noticed():
     assert environment.difference() is None
 
 
+@pytest.mark.long
 def test_switch_transformers():
     model = hugging_face("SwitchTransformersForConditionalGeneration", torch.float32, router_jitter_noise=0.01)
     trace = record(model.eval(), (), tokens(0))

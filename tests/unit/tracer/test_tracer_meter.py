@@ -128,6 +128,7 @@ QUICK = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.matrix(5)
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in CALLS]

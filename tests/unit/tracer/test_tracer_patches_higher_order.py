@@ -90,6 +90,7 @@ class Chooses(nn.Module):
         return torch.cond(x.sum() > 0, self.one, self.other, (x,))
 
 
+@pytest.mark.long
 def test_what_depends_on_parameters_is_called_whole():
     inputs = batch()[0][:1], {}
     model = nn.Sequential(nn.Linear(4, 4), Chooses(), nn.Linear(4, 4))

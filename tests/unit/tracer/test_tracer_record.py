@@ -480,6 +480,7 @@ def test_random_programs_replay_bitwise(steps):
     assert all(torch.equal(a, b) for a, b in zip(flatten(expected)[0], flatten(got)[0], strict=True))
 
 
+@pytest.mark.long
 def test_a_recording_leaves_nothing_behind():
     """What autograd saves of an operation's own result (tanh's) ties the graph into a knot that the collector does not see."""
 

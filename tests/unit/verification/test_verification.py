@@ -327,6 +327,7 @@ def test_settled_caches_and_derived_weights_may_differ():
     assert verify_compilation(model, compiled(model), (BATCH, {})).num_compared > 0
 
 
+@pytest.mark.long
 @pytest.mark.matrix(1)
 @pytest.mark.parametrize("name", ["gpt2", "llama", "t5", "convnet", "lstm", "unet"])
 def test_models_with_dropout_and_half_precision_pass(name):
