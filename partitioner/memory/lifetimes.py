@@ -212,6 +212,7 @@ _HANDS_ON = frozenset(
     )
     for name in names
 )
+_LSTM = "torch.lstm"
 _JOINS = frozenset(("torch.cat", "torch.concat", "torch.concatenate", "torch.stack"))
 
 
@@ -403,10 +404,14 @@ class _Backward:
         return node.target in _HANDS_ON or (node.storage == origin.storage >= 0 and not node.bytes_moved)
 
     def scratch(self, position: int) -> int:
-        """The largest inner value that the node saves for itself."""
-        node = self.nodes[position]
-        known = {node.storage, *(self.nodes[i].storage for i in self.graph.inputs[position])}
-        inner = [self.graph.trace.storages[storage] for storage in node.saved if storage not in known]
+        """The largest inner value that the node saves for itself. What a kernel of LSTMs keeps, more than it returns, has no gradient."""
+        node, storages = self.nodes[position], self.graph.trace.storages
+        results = [] if node.spec is not None else [self.nodes[i].storage for i in self.graph.consumers[position]]
+        known = {node.storage, *results, *(self.nodes[i].storage for i in self.graph.inputs[position])}
+        inner = [storages[storage] for storage in node.saved if storage not in known]
+        if node.target == _LSTM:
+            returned = max((storages[storage] for storage in results if storage >= 0), default=0)
+            inner = [num_bytes for num_bytes in inner if num_bytes <= returned]
         return max(inner, default=0)
 
     def _module_parameters(self, node: Node, position: int, seen: set[int]) -> int:

@@ -293,25 +293,31 @@ def _batch_bytes(trace: Trace, cost_model: CostModel, use: StageUse, activations
     """Of the model's inputs, what is there all the time, beyond what microbatches in flight have of it.
 
     A script that trains in half precision has its batch in float32: inputs are copies, of all microbatches on a pipeline's first rank.
+    Of the batches that ranks call a step function with, the first rank's is the model's inputs, and the last rank gets it, beside its own.
     """
-    number, inputs = use.num_microbatches, _input_storages(trace)
-    narrow = {node.storage for node in trace.nodes if node.storage in inputs and _is_narrow_input(node)}
-    narrow = narrow if cost_model.casts_inputs else set()
+    number, rank = use.num_microbatches, use.ranks[use.index]
+    placeholders = [node for node in trace.nodes if node.kind is NodeKind.PLACEHOLDER]
+    narrow = {node.storage for node in placeholders if _is_narrow(node)} if cost_model.casts else set()
     copied = sum(trace.storages[storage] for storage in sorted(narrow))
+    given = number * (activations.input_bytes + copied)
+    batches = cost_model.batches or (given,)
+    beside = max(0, batches[0] - given)  # arguments that the model does not get
+    is_first_of_rank = use.ranks.index(rank) == use.index
+    own = batches[rank] if is_first_of_rank and 0 < rank < len(batches) else 0
     if use.holds_inputs:
         saved = activations.saved_input_bytes
         if cost_model.sends_batch:
-            return number * (activations.input_bytes + 2 * copied) - use.num_in_flight * saved
+            return beside + given + number * copied - use.num_in_flight * saved
         kept = sum(trace.storages[storage] for storage in sorted(narrow & activations.saved.kept))
-        return number * (activations.input_bytes + copied) - use.num_in_flight * (saved - kept)
-    if use.is_last and cost_model.sends_batch and use.ranks[use.index]:
-        return number * (activations.input_bytes + copied)
-    return 0
+        return given - use.num_in_flight * (saved - kept)
+    if use.is_last and cost_model.sends_batch and rank:
+        return own + beside + given
+    return own
 
 
-def _is_narrow_input(node: Node) -> bool:
+def _is_narrow(node: Node) -> bool:
     dtype = None if node.spec is None else node.spec.torch_dtype
-    return node.kind is NodeKind.PLACEHOLDER and dtype is not None and dtype.is_floating_point and dtype.itemsize < 4
+    return dtype is not None and dtype.is_floating_point and dtype.itemsize < 4
 
 
 def on_one_rank(stages: Mapping[int, StageMemory], update_bytes: int) -> dict[int, StageMemory]:
@@ -420,6 +426,32 @@ class _Activations:
         return num_in_flight * self.total - away * self.offloaded
 
 
+@dataclass(frozen=True, slots=True)
+class _Outputs:
+    """What a microbatch has of the model's outputs beside its activations and the loss, on the last stage."""
+
+    total: int = 0  # once its forward has run; in a script that trains in half precision, copies in float32 as well
+    kept: int = 0  # of that, in its backward
+
+    @classmethod
+    def find(
+        cls, graph: Graph, cost_model: CostModel, use: StageUse, activations: _Activations, roots: Sequence[int]
+    ) -> _Outputs:
+        if not use.is_last:
+            return cls()
+        trace = graph.trace
+        given = [trace.nodes[i] for i in dict.fromkeys(graph.outputs)]
+        counted = {trace.nodes[i].storage for i in roots} | {state.storage for state in trace.state} | {-1}
+        counted |= activations.saved.kept | _input_storages(trace)
+        narrow = [node for node in given if cost_model.casts and _is_narrow(node)]
+        copies = sum(4 * node.spec.num_elements for node in narrow if node.spec is not None)
+        alone = {node.storage for node in given} - counted
+        dropped = alone & {node.storage for node in narrow}
+        total = copies + sum(trace.storages[storage] for storage in sorted(alone))
+        kept = total - sum(trace.storages[storage] for storage in sorted(dropped))
+        return cls(total, kept if cost_model.keeps_outputs else 0)
+
+
 def _step_terms(
     graph: Graph,
     cost_model: CostModel,
@@ -436,7 +468,8 @@ def _step_terms(
     until = activations.saved
     live = lifetimes(graph, use.positions, roots, [trace.position(name) for name in sent], until.kept)
     exists, added = _parameter_gradients(graph, cost_model, use)
-    working = working_bytes(until, live)
+    outputs = _Outputs.find(graph, cost_model, use, activations, roots)
+    working = working_bytes(until, live) + outputs.kept
     early = gradient_bytes if cost_model.optimizer.main_grad else 0  # gradients that exist before the first backward
     gathered = sum(cost_model.gathered_bytes(state) for state in parameters)
     terms = StepTerms(
@@ -444,7 +477,8 @@ def _step_terms(
         one_forward=int((until.forward + live.forward).max(initial=0)),
         after_forward=activations.total
         + activations.sent_bytes
-        + sum(_bytes_of(trace, trace.nodes[i].name) for i in roots),
+        + sum(_bytes_of(trace, trace.nodes[i].name) for i in roots)
+        + outputs.total,
         first_backward=int((working + (gradient_bytes if early else exists)).max(initial=0)),
         later_backward=int((working + added).max(initial=0)) + gradient_bytes,
         sent=activations.sent_bytes,

@@ -144,7 +144,12 @@ class Cut:
         units = self.traced.units if self._runs_as_it_is else None
         traced = self.traced
         model = dataclasses.replace(
-            model, sends_batch=traced.sends_batch, casts_inputs=traced.casts_inputs, units=units
+            model,
+            sends_batch=traced.sends_batch,
+            batches=traced.batches,
+            casts=traced.casts,
+            keeps_outputs=traced.keeps_outputs,
+            units=units,
         )
         return (
             dataclasses.replace(model, device=f"{model.device}, times measured") if self.traced.is_measured else model

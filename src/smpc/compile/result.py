@@ -46,7 +46,9 @@ class Traced:
         None  # experts that were divided before recording, by name, and what the optimizer keeps of them
     )
     sends_batch: bool = False  # in a script: see `smpc.partitioner.costs.cost`
-    casts_inputs: bool = False  # in a script
+    batches: tuple[int, ...] = ()  # in a script
+    casts: bool = False  # in a script
+    keeps_outputs: bool = False  # in a script without a program
     units: tuple[int, int] = (SMALL_PARAMETERS, MOST_PARAMETERS)  # without a program, what blocks in parts go by
 
     @property

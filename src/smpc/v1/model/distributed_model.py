@@ -317,10 +317,14 @@ class DistributedModel(ShownModel, TensorParallelModel, ObservedModel, NotWrappe
             raise compiled_wrapper()
         calls = self._context.calls or self._outside("the model", args, kwargs)
         half = self._context.precision.dtype
-        if half is None:
-            return calls.forward(args, kwargs)
-        args, kwargs = cast_inputs((args, kwargs), half)
-        return cast_outputs(calls.forward(args, kwargs), half)
+        if half is not None:
+            args, kwargs = cast_inputs((args, kwargs), half)
+        output = calls.forward(args, kwargs)
+        if half is not None:
+            output = cast_outputs(output, half)
+        if self._context.outputs is not None:
+            self._context.outputs.give(output)
+        return output
 
     def backward(
         self,
@@ -336,6 +340,8 @@ class DistributedModel(ShownModel, TensorParallelModel, ObservedModel, NotWrappe
         and for the other options of torch's: a schedule makes one backward pass of a microbatch, through all of the model.
         """
         check_backward(retain_graph=retain_graph, create_graph=create_graph, inputs=inputs)
+        if self._context.outputs is not None:
+            self._context.outputs.look()
         (self._context.calls or self._outside("model.backward", (), {})).backward(tensors, grad_tensors)
 
     def _outside(self, what: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> ModelCalls:

@@ -92,11 +92,11 @@ class ObservedModel(nn.Module):
             return None
         single = self._runner.single
         signature = None if single is None else single.observed
-        if signature is None or self._context.session.rank != 0:
+        if single is None or signature is None or self._context.session.rank != 0:
             self._unpredicted = "no training step has been measured; call model.observe() on every rank, then train"
             return None
         try:
-            return plan_alone(self._context, signature)
+            return plan_alone(self._context, signature, keeps_outputs=single.keeps_outputs)
         except (
             Exception
         ) as error:  # whatever the model's own Python raises: the others wait for an answer, and training goes on

@@ -15,6 +15,7 @@ num_microbatches).backward()` summed over the microbatches. A loss scale divides
 from __future__ import annotations
 
 import copy
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass
 from typing import Any, Protocol
@@ -70,6 +71,25 @@ class Outputs:
             f"step function {self._step_name} differentiates through the model by itself, by loss.backward() or torch.autograd; call "
             "model.backward(loss) in its place"
         )
+
+
+class KeptOutputs:
+    """Whether a step function keeps the outputs of `model(...)` beside its loss in the backward pass; the prediction of memory asks.
+
+    `out = model(ids, labels=ids); model.backward(out.loss)` keeps the logits, `loss = model(ids, labels=ids).loss` does not.
+    """
+
+    def __init__(self) -> None:
+        self._given: list[weakref.ref[Tensor]] = []
+        self.are_kept = False
+
+    def give(self, output: Any) -> None:
+        """The script gets these."""
+        self._given = [weakref.ref(tensor) for tensor in tensors_within(output) if tensor.numel() > 1]
+
+    def look(self) -> None:
+        """The backward begins."""
+        self.are_kept = any(tensor() is not None for tensor in self._given)
 
 
 class ModelCalls(Protocol):

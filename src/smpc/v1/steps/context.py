@@ -39,7 +39,7 @@ from smpc.v1.session.precision import Precision
 from smpc.v1.session.process_state import Script, Session
 from smpc.v1.session.supervision import Supervision
 from smpc.v1.session.wait_limits import enter
-from smpc.v1.steps.calls import ModelCalls
+from smpc.v1.steps.calls import KeptOutputs, ModelCalls
 from smpc.v1.steps.context_parallel import SharedSequences
 
 if TYPE_CHECKING:
@@ -173,7 +173,9 @@ class StepContext:
     experts: DividedExperts | None
     divisor: int
     is_cut: bool = False
+    batch_bytes: int = 0  # of the arguments on this rank's device, in the step that cuts the model
     calls: ModelCalls | None = None
+    outputs: KeptOutputs | None = None  # where it is asked
     join: Join | None = None
 
     @property

@@ -30,6 +30,7 @@ from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from typing import Any, Protocol, overload
 
+import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
@@ -158,6 +159,8 @@ class StepRunner:
             self._check_saving()
         if context.script.untold is not None:
             context.script.untold.tell_others()
+        if not context.is_cut:
+            context.batch_bytes = _bytes_on(context.session.device, _tensors(args, kwargs))
         observer = context.observer
         with observer.step(() if observer.is_idle else _tensors(args, kwargs)) as watch:
             result, verdict = self._steps.step(body, own, watch)
@@ -215,3 +218,10 @@ class StepRunner:
 
 def _tensors(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Tensor]:
     return [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+
+
+def _bytes_on(device: torch.device, tensors: Iterable[Tensor]) -> int:
+    storages = {
+        tensor.untyped_storage().data_ptr(): tensor.untyped_storage() for tensor in tensors if tensor.device == device
+    }
+    return sum(storage.nbytes() for storage in storages.values())

@@ -36,7 +36,7 @@ from smpc.observe.observer import StepWatch, batch_of
 from smpc.sample_inputs import Inputs
 from smpc.tracer.ir import Autocast
 from smpc.v1.steps.arguments import Arguments, StepBody, on_device
-from smpc.v1.steps.calls import Gradients, LocalCall, Tensors, check_loss, make_roots
+from smpc.v1.steps.calls import Gradients, KeptOutputs, LocalCall, Tensors, check_loss, make_roots
 from smpc.v1.steps.context import StepContext
 from smpc.v1.steps.programs.signature import ModeReader, Signature, read_signature
 from smpc.v1.steps.results import Losses, agree, read_results, take
@@ -149,6 +149,7 @@ class Single:
         self._evaluations: set[int] = set()  # step functions that were never followed by a backward
         self.direct = Direct(context, replicas)  # outside of steps
         self.observed: Signature | None = None  # of the microbatches of the last training step that was observed
+        self.keeps_outputs = False  # the step function of that step, in its backward
 
     def settle(self) -> None:
         """Before the model runs: move it to its device, after cpu(); run the hooks that wait for the first call."""
@@ -200,13 +201,15 @@ class Single:
             more = self._more_roots(replicas) if is_last else None
             whole = LocalCall(body.name, context.module, scale, more, shared)
             context.calls = whole
+            outputs = context.outputs = KeptOutputs() if watch.is_wanted else None
             try:
                 with _running(self._replicas, trains=replicas is not None):
                     values.append(take(body.call(microbatch), body.detach_outputs))
-                if watch.is_wanted and whole.did_backward and whole.inputs is not None:
+                if outputs is not None and whole.did_backward and whole.inputs is not None:
                     self._note(whole.inputs, whole.autocast)
+                    self.keeps_outputs = outputs.are_kept
             finally:
-                context.calls = None
+                context.calls = context.outputs = None
                 whole.close()
             if not whole.called:
                 raise StepError(

@@ -82,6 +82,7 @@ class Compiler:
         self._recorded: tuple[Signature, Recording, Traced] | None = None  # rank 0's last recording on real inputs
         self._num_recorded = 0  # on real inputs
         self._latest: Recording | None = None  # of the last program that was compiled
+        self._batches: tuple[int, ...] = ()  # by pipeline rank, the most of all replicas, see `StepContext.batch_bytes`
 
     def answered(self, signature: Signature, inputs: Sequence[Inputs]) -> Signature:
         """Rank 0: the whole signature of inputs that have no program: records the model on the first microbatch."""
@@ -118,10 +119,10 @@ class Compiler:
                 times = self._measure(own[1])
             except Exception as error:
                 failure = error
-        mine = (describe(failure), None if own is None else own[0], times)
+        mine = (describe(failure), None if own is None else own[0], times, self._context.batch_bytes)
         with exchange("the first step: agreeing on what to compile"):
             found = gather_objects(mine, session.groups[Axis.WORLD], session.message_device, session.device)
-        raise_first_step_error([error for error, _, _ in found], failure)
+        raise_first_step_error([error for error, *_ in found], failure)
         leader = next(r for r in leaders if found[r][1] is not None)
         times = found[leader][2]
         if times is not None:  # one rank's for all, so that all replicas are cut alike
@@ -130,6 +131,10 @@ class Compiler:
             self._times = NodeTimes(arrays[0], arrays[1], workspace)
             if measures.times:
                 self._measure_wire(leader)
+        ranks = [[r for r in range(mesh.world_size) if mesh.pp_rank(r) == pp_rank] for pp_rank in range(mesh.pp_size)]
+        self._batches = tuple(
+            max(found[r][3] for r in column) for column in ranks
+        )  # of all replicas, which are cut alike
         signature: Signature = found[leader][1]
         return signature
 
@@ -216,7 +221,11 @@ class Compiler:
                 times = None if like else self._times
                 is_measured = self._context.measures.times and times is not None
                 changes: dict[str, Any] = {"times": times, "is_measured": is_measured, "apart": self._experts_apart}
-                changes |= {"sends_batch": True, "casts_inputs": half_dtype(self._session.config) is not None}
+                changes |= {
+                    "sends_batch": True,
+                    "batches": self._batches,
+                    "casts": half_dtype(self._session.config) is not None,
+                }
                 traced = dataclasses.replace(self._traced, trace=trace, **changes)
                 planned = plan_trace(traced, options, like=like, saved=saved, order=self._order(like))
                 for text in plan_warnings(planned.plan) if like is None else ():
@@ -288,9 +297,10 @@ class Compiler:
         return dataclasses.replace(recording, trace=self._traced.trace)
 
 
-def plan_alone(context: StepContext, signature: Signature) -> Plan:
+def plan_alone(context: StepContext, signature: Signature, *, keeps_outputs: bool) -> Plan:
     """What is predicted of a rank that runs the whole model as it is, for microbatches of this signature.
 
+    `keeps_outputs`: the step function has the model's outputs in its backward pass.
     Raises TraceError for a model that cannot be recorded without values.
     """
     session, module, config = context.session, context.module, context.session.config
@@ -312,7 +322,7 @@ def plan_alone(context: StepContext, signature: Signature) -> Plan:
     units = config.sdp_param_persistence_threshold, config.sdp_max_live_parameters
     traced = rewrite_trace(trace, options, on_gpu=on_gpu)
     traced = dataclasses.replace(traced, apart=_experts_apart(context, options), units=units)
-    traced = dataclasses.replace(traced, casts_inputs=half_dtype(config) is not None)
+    traced = dataclasses.replace(traced, casts=half_dtype(config) is not None, keeps_outputs=keeps_outputs)
     return plan_trace(traced, options, prove=False).plan
 
 
