@@ -45,7 +45,7 @@ from smpc.executor.replicas.context_sums import ContextSums
 from smpc.executor.replicas.fully_shard import StageShards
 from smpc.executor.replicas.group_hooks import StepHooks, innermost
 from smpc.executor.transport import Transport, loopback_transports
-from smpc.hooks_on_outputs import copied_outputs, without_hooks
+from smpc.hooks_on_outputs import copied_outputs, without_gradient
 from smpc.observe.observer import Observer, RankRecord, StepCallback, StepWatch, batch_of
 from smpc.observe.window import Window
 from smpc.optimizers.torch_patches import check_optimizers, refuse_norms, refuse_scaling
@@ -611,13 +611,13 @@ def _written_inputs(trace: Trace) -> tuple[str, ...]:
 def restored(
     trace: Trace, on_output: OnOutput, device: torch.device, copied: frozenset[str] = frozenset()
 ) -> Callable[[int, tuple[Tensor, ...]], Roots | None]:
-    """`on_output` for the interpreter: it gets the last stage's tensors, the user the model's output structure, `copied` without hooks."""
+    """`on_output` for the interpreter: it gets the last stage's tensors, the user the model's output, `copied` without gradients."""
     positions = {name: i for i, name in enumerate(trace.output_names)}
     apart = [positions[name] for name in trace.output_names if name in copied]
 
     def call(microbatch: int, outputs: tuple[Tensor, ...]) -> Roots | None:
         for position in apart:
-            without_hooks(outputs[position])
+            without_gradient(outputs[position])
         leaves = [
             outputs[positions[leaf.name]]
             if isinstance(leaf, Ref)
