@@ -32,6 +32,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from smpc.absent.half_trained import HalfTrained
 from smpc.changes_after_compile import KeptParameters, LateHooks, StateHook
 from smpc.codegen.program import RankProgram, split_backwards
 from smpc.codegen.rewrite.tensor_parallel.rewrite import CONTEXT, GROUP, group_attribute
@@ -203,8 +204,10 @@ class Runtime:
     all parameters or all gradients (LBFGS, D-Adaptation, Prodigy, a norm of its own over all) is a ConfigError: each rank would go by its
     own stages. Classes that are not torch's are tried on small tensors. So is `torch.nn.utils.clip_grad_norm_` of their parameters; its
     message says how to clip by the norm of all. So is `torch.amp.GradScaler`, by which each rank would skip steps for itself.
-    Once a step has trained, `model.state_dict()` and pickling the model are a UsageError where other ranks have parameters of it: they
-    would have the values of before. `checks_script`: False leaves all four out.
+    Once a step has trained, what other ranks have trained is out of date here: `model(x)`, `sum(p.norm() for p in model.parameters())`,
+    averages of parameters, `model.state_dict()` and pickling the model are a UsageError (`smpc.absent`). `run(..., training=False)` gives
+    the model's outputs; `model.load_state_dict` of what all ranks' stages have makes the model whole, until the next step that trains.
+    `checks_script`: False leaves all of this out.
     """
 
     def __init__(
@@ -229,15 +232,15 @@ class Runtime:
         self._programs: list[RankPrograms] = []
         self._running: Interpreter | None = None
         self._kept: KeptParameters | None = None  # unless its environment is checked elsewhere
-        self._has_trained = False
-        if checks_script:
-            self._check_script()
+        self._others = HalfTrained(model, rank) if checks_script else None
+        if self._others is not None:
+            self._check_script(self._others)
 
-    def _check_script(self) -> None:
+    def _check_script(self, others: HalfTrained) -> None:
         """Have what a script does to a part of the model, and would do to all of it in one process, raise errors."""
         own = weakref.ref(self)
         parts_in = functools.partial(_stages_in, own)
-        state_hook = StateHook(functools.partial(_refuse_stale_state, own))
+        state_hook = StateHook(others.refuse_state)
         for undo in (
             check_optimizers(parts_in, "one pipeline rank", are_whole=True),
             refuse_norms(parts_in),
@@ -264,6 +267,8 @@ class Runtime:
         )
         if self._kept is None and compilation.environment is not None:
             self._kept = KeptParameters(self._model)  # the hooks may have replaced them
+        if self._others is not None:
+            self._others.add(compilation)
         if program is None or program == len(self._programs):
             self._programs.append(new)
             return len(self._programs) - 1
@@ -305,7 +310,8 @@ class Runtime:
         if self._shards is not None:
             self._shards.release()
         self._running = None
-        self._has_trained |= training
+        if training and self._others is not None:
+            self._others.note_training()
 
     def register_step_callback(self, callback: StepCallback) -> RemovableHandle:
         """Call `callback(info)` after every step on this rank, with a `smpc.StepInfo`."""
@@ -378,22 +384,6 @@ def _stages_in(found: weakref.ref[Runtime], held: Sequence[Tensor]) -> str:
         return ""
     own = {id(parameter) for stage in runtime.stages.values() for parameter in stage.parameters()}
     return "the stages of one rank of a pipeline" if any(id(each) in own for each in held) else ""
-
-
-def _refuse_stale_state(found: weakref.ref[Runtime], asked: nn.Module | None) -> None:
-    """Raise UsageError for the state of a whole model of which other ranks train a part; copies of it are the script's own."""
-    runtime = found()
-    if runtime is None or not runtime._has_trained or asked not in (None, runtime._model):
-        return
-    own = {id(parameter) for stage in runtime.stages.values() for parameter in stage.parameters()}
-    used = {name for stage in runtime._programs[0].plan.stages for name in stage.parameters}
-    stale = [name for name, parameter in runtime._model.named_parameters() if name in used and id(parameter) not in own]
-    if stale:
-        raise UsageError(
-            f"state_dict: expected a model that is whole on this rank, found pipeline rank {runtime._rank}, whose {len(stale)} parameters "
-            f"of other ranks ({stale[0]}, ...) are as they were before training; each stage of runtime.stages has its own state_dict(), "
-            "with the model's names: gather those of all ranks into one"
-        )
 
 
 class LoopbackRuntime:
