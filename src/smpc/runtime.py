@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import warnings
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -41,6 +42,7 @@ from smpc.codegen.stage import StageModule, build_stage, compile_stage
 from smpc.compile.result import Compilation
 from smpc.errors import StepError, UsageError
 from smpc.executor.draws import StageDraws
+from smpc.executor.failure.peers import told_to_peers
 from smpc.executor.program.interpreter import Interpreter, run_loopback
 from smpc.executor.replicas.context_sums import ContextSums
 from smpc.executor.replicas.fully_shard import StageShards
@@ -67,6 +69,7 @@ from smpc.tracer.structure import flatten
 if TYPE_CHECKING:
     from smpc.report.measured import Comparison
 
+_numbers = itertools.count()  # of runtimes
 Roots = Sequence[tuple[Tensor, Tensor | None]]
 OnOutput = Callable[[int, Any], Roots | None]
 
@@ -232,6 +235,7 @@ class Runtime:
         self._programs: list[RankPrograms] = []
         self._running: Interpreter | None = None
         self._kept: KeptParameters | None = None  # unless its environment is checked elsewhere
+        self._name = f"runtime{next(_numbers)}"  # as on the other ranks, which make as many
         self._others = HalfTrained(model, rank) if checks_script else None
         if self._others is not None:
             self._check_script(self._others)
@@ -281,7 +285,8 @@ class Runtime:
     ) -> None:
         """One step: forwards and, when `training`, backwards of all microbatches.
 
-        UsageError if it trains, and the rank of the last stage has no `on_output`.
+        UsageError if it trains, and the rank of the last stage has no `on_output`, or one that does not return roots. Where a rank raises
+        in the middle of a step, the others raise PeerError with its traceback, and the transport is closed.
         """
         programs = self._programs[program]
         if training and on_output is None and programs.has_output:
@@ -300,7 +305,9 @@ class Runtime:
             None if on_output is None else restored(programs.trace, on_output, self.device, programs.copied_outputs)
         )
         observer = self._observer
-        with observer.step(() if observer.is_idle else _tensors_to_runtime(inputs)) as watch:
+        is_told = self._others is not None and programs.num_ranks > 1
+        told = told_to_peers(self._name, self._rank, interpreter.close) if is_told else contextlib.nullcontext()
+        with told, observer.step(() if observer.is_idle else _tensors_to_runtime(inputs)) as watch:
             if watch.is_wanted:
                 watch.program = program
                 with _watching_runtime(interpreter, watch, programs, training):
@@ -494,9 +501,10 @@ def _noting_loss(
 
     def call(microbatch: int, outputs: tuple[Tensor, ...]) -> Roots | None:
         roots = on_output(microbatch, outputs)
-        for root, gradient in roots or ():
-            if gradient is None:
-                watch.losses.append(root.detach())
+        for root in roots if isinstance(roots, (list, tuple)) else ():  # others are an error of the executor
+            match root:
+                case (Tensor() as loss, None):
+                    watch.losses.append(loss.detach())
         return roots
 
     return call
