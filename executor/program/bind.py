@@ -25,6 +25,8 @@ Example: ranks 0 and 3 hold the embedding; before REDUCE 0 has g0 and 3 has g3, 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from types import NoneType
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -33,7 +35,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from smpc.codegen.program import Instruction, Op, RankProgram, StageCode, split_backwards
 from smpc.codegen.recompute import Checkpointing
 from smpc.codegen.stage import StageModule
-from smpc.errors import StepError, TransportError
+from smpc.errors import StepError, TransportError, UsageError
 from smpc.executor.draws import StageDraws
 from smpc.executor.program.channels import MASK_DTYPE, ChannelBinder, Delivery, Inbox, Presence, mask_form
 from smpc.executor.program.frame import Frame, Handler, Inputs, Root, StepInputs
@@ -47,6 +49,8 @@ from smpc.sharding.tensors import local, sharded_like
 from smpc.sharding.wide_gradients import gradient_dtype
 from smpc.tracer.effects.torch_calls import uncompiled
 from smpc.tracer.ir import TensorSpec
+
+_PAIR = 2  # a root and its gradient
 
 
 class Reduction:
@@ -405,6 +409,14 @@ def _bound_apart(value: Tensor, state: frozenset[int]) -> Tensor:
 
 
 def _finish_forward(frame: Frame, roots: Sequence[tuple[Tensor, Tensor | None]] | None, has_backward: bool) -> None:
+    if roots is None:
+        return
+    if not isinstance(roots, (list, tuple)):
+        raise _wrong_roots(roots)
+    for root in roots:
+        is_pair = isinstance(root, (tuple, list)) and len(root) == _PAIR
+        if not (is_pair and isinstance(root[0], (Tensor, GradientEdge)) and isinstance(root[1], (Tensor, NoneType))):
+            raise _wrong_roots(root)
     if not roots:
         return
     if not has_backward:
@@ -413,6 +425,16 @@ def _finish_forward(frame: Frame, roots: Sequence[tuple[Tensor, Tensor | None]] 
         )
     found: list[Root] = list(roots)
     frame.roots.extend(found)
+
+
+def _wrong_roots(found: Any) -> UsageError:
+    what = (
+        f"a tensor of shape {list(found.shape)}" if isinstance(found, Tensor) else f"{type(found).__name__} {found!r}"
+    )
+    return UsageError(
+        f"on_output: expected a list of pairs (tensor, gradient), the roots of the backward pass, such as [(loss / microbatches, None)], "
+        f"or None for no backward of this microbatch, found {what}"
+    )
 
 
 def _model_inputs(inputs: Inputs | None, microbatch: int) -> Sequence[Tensor]:

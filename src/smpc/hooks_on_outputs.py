@@ -1,18 +1,25 @@
-"""Hooks that a script hangs on what a program returns: right where that is the very tensor the model goes on with, refused elsewhere.
+"""Gradients of what a program returns: right where that is the very tensor the model goes on with, refused elsewhere.
 
     tanh_gathered = tensor_ops.all_gather(tanh, 1, self.context_group)     # returned as out["hidden"]
     head = F.linear(tanh, head_weight_in, head_bias_in)                    # what the model goes on with
 
-In plain PyTorch `out["hidden"].register_hook(clip)` changes the gradient that comes from the head, and `retain_grad()` keeps it. Here the
-script has a copy, to which nothing comes from the head. So it is where an earlier stage of a pipeline goes on with what the last one
-returns. An output that nothing else of the model uses, or the last stage alone, as it is, may have hooks.
+In plain PyTorch `out["hidden"].register_hook(clip)` changes the gradient that comes from the head, `retain_grad()` keeps it, and
+`torch.autograd.grad(loss, out["hidden"])` has it. Here the script has a copy, to which nothing comes from the head. So it is where an
+earlier stage of a pipeline goes on with what the last one returns. Of an output that nothing else of the model uses, or the last stage
+alone, as it is, all of these are right.
+
+A copy is told by its node in autograd's graph. Autograd's engine is asked for gradients of such nodes after the first copy alone.
 """
 
 from __future__ import annotations
 
-from typing import NoReturn
+import functools
+from collections.abc import Sequence
+from typing import Any, NoReturn
 
+import torch
 from torch import Tensor, nn
+from torch.autograd import graph
 
 from smpc.codegen.rewrite.tensor_parallel.layouts import CONVERSIONS
 from smpc.errors import StepError
@@ -48,16 +55,47 @@ def copied_outputs(trace: Trace, plan: Plan | None = None) -> frozenset[str]:
     return frozenset(name for name in trace.output_names if is_copied(name))
 
 
-def without_hooks(tensor: Tensor) -> Tensor:
-    """The same tensor, one of `copied_outputs`: `register_hook` and `retain_grad` of it raise StepError."""
+_COPIES = "smpc_copies"  # in a node's metadata: which of its results are copies
+
+
+def without_gradient(tensor: Tensor) -> Tensor:
+    """The same tensor, one of `copied_outputs`: hooks on it, and gradients with respect to it, raise StepError."""
     if tensor.requires_grad and not isinstance(tensor, nn.Parameter):
         vars(tensor).update(register_hook=_refuse_hook, retain_grad=_refuse_hook)
+        node: Any = tensor.grad_fn
+        if node is not None:
+            _look_at_backwards()
+            node.metadata.setdefault(_COPIES, set()).add(tensor.output_nr)
     return tensor
 
 
 def _refuse_hook(*_: object) -> NoReturn:
-    raise StepError(
-        "expected register_hook and retain_grad on outputs that the model itself does not go on with, found them on one that it uses, too: "
-        "on its ranks it goes on with slices of it, or on another stage, and the script has a copy, which the gradient does not pass; have "
-        "a module of the model do it in its forward, or return what only the script uses"
+    raise _refusal("register_hook and retain_grad on outputs", "them on one")
+
+
+def _refusal(expected: str, found: str) -> StepError:
+    return StepError(
+        f"expected {expected} that the model itself does not go on with, found {found} that it uses, too: on its ranks it goes on with "
+        "slices of it, or on another stage, and the script has a copy, which the gradient does not pass; have a module of the model do it "
+        "in its forward, or return what only the script uses"
     )
+
+
+@functools.cache
+def _look_at_backwards() -> None:
+    """From now on, whoever asks autograd for gradients of a copy gets an error."""
+    original = graph._engine_run_backward
+
+    @functools.wraps(original)
+    def run(outputs: Sequence[Any], *args: Any, **kwargs: Any) -> Any:
+        inputs = kwargs.get("inputs", args[3] if len(args) > 3 else ())
+        for each in inputs or ():
+            node: Any
+            node, number = (each.grad_fn, each.output_nr) if isinstance(each, Tensor) else each[:2]
+            if node is not None and number in node.metadata.get(_COPIES, ()):
+                raise _refusal("gradients (torch.autograd.grad, backward with inputs) with respect to outputs", "one")
+        return original(outputs, *args, **kwargs)
+
+    homes: tuple[Any, ...] = (graph, torch.autograd)  # both look it up by name
+    for home in homes:
+        home._engine_run_backward = run

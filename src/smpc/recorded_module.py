@@ -24,7 +24,7 @@ from smpc.compile.options import PipelineOptions
 from smpc.compile.passes import plan_trace, write_programs
 from smpc.compile.result import Traced
 from smpc.errors import ConfigError, StepError, UsageError
-from smpc.hooks_on_outputs import copied_outputs, without_hooks
+from smpc.hooks_on_outputs import copied_outputs, without_gradient
 from smpc.sample_inputs import as_inputs
 from smpc.tracer.attempt import RecordingRequest
 from smpc.tracer.constants import Ref, TraceDevice, map_references
@@ -202,11 +202,11 @@ def outputs_of(
     finish: Callable[[int, Any], Any] = lambda position, value: value,
     copied: frozenset[str] = frozenset(),
 ) -> Any:
-    """The model's result, built from the values by name. `finish` is called with each leaf and its position. `copied`: without hooks."""
+    """The model's result, built from the values by name. `finish` gets each leaf and its position. `copied`: without gradients."""
     leaves = (map_references(leaf, lambda name: values[name]) for leaf in trace.output_leaves)
     found = (device if isinstance(leaf, TraceDevice) else leaf for leaf in leaves)
     finished = [finish(position, leaf) for position, leaf in enumerate(found)]
     for leaf, value in zip(trace.output_leaves, finished, strict=True):
         if isinstance(leaf, Ref) and leaf.name in copied:
-            without_hooks(value)
+            without_gradient(value)
     return trace.output.unflatten(finished)

@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import warnings
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -32,6 +33,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from smpc.absent.half_trained import HalfTrained
 from smpc.changes_after_compile import KeptParameters, LateHooks, StateHook
 from smpc.codegen.program import RankProgram, split_backwards
 from smpc.codegen.rewrite.tensor_parallel.rewrite import CONTEXT, GROUP, group_attribute
@@ -40,12 +42,13 @@ from smpc.codegen.stage import StageModule, build_stage, compile_stage
 from smpc.compile.result import Compilation
 from smpc.errors import StepError, UsageError
 from smpc.executor.draws import StageDraws
+from smpc.executor.failure.peers import told_to_peers
 from smpc.executor.program.interpreter import Interpreter, run_loopback
 from smpc.executor.replicas.context_sums import ContextSums
 from smpc.executor.replicas.fully_shard import StageShards
 from smpc.executor.replicas.group_hooks import StepHooks, innermost
 from smpc.executor.transport import Transport, loopback_transports
-from smpc.hooks_on_outputs import copied_outputs, without_hooks
+from smpc.hooks_on_outputs import copied_outputs, without_gradient
 from smpc.observe.observer import Observer, RankRecord, StepCallback, StepWatch, batch_of
 from smpc.observe.window import Window
 from smpc.optimizers.torch_patches import check_optimizers, refuse_norms, refuse_scaling
@@ -66,6 +69,7 @@ from smpc.tracer.structure import flatten
 if TYPE_CHECKING:
     from smpc.report.measured import Comparison
 
+_numbers = itertools.count()  # of runtimes
 Roots = Sequence[tuple[Tensor, Tensor | None]]
 OnOutput = Callable[[int, Any], Roots | None]
 
@@ -203,8 +207,10 @@ class Runtime:
     all parameters or all gradients (LBFGS, D-Adaptation, Prodigy, a norm of its own over all) is a ConfigError: each rank would go by its
     own stages. Classes that are not torch's are tried on small tensors. So is `torch.nn.utils.clip_grad_norm_` of their parameters; its
     message says how to clip by the norm of all. So is `torch.amp.GradScaler`, by which each rank would skip steps for itself.
-    Once a step has trained, `model.state_dict()` and pickling the model are a UsageError where other ranks have parameters of it: they
-    would have the values of before. `checks_script`: False leaves all four out.
+    Once a step has trained, what other ranks have trained is out of date here: `model(x)`, `sum(p.norm() for p in model.parameters())`,
+    averages of parameters, `model.state_dict()` and pickling the model are a UsageError (`smpc.absent`). `run(..., training=False)` gives
+    the model's outputs; `model.load_state_dict` of what all ranks' stages have makes the model whole, until the next step that trains.
+    `checks_script`: False leaves all of this out.
     """
 
     def __init__(
@@ -229,15 +235,16 @@ class Runtime:
         self._programs: list[RankPrograms] = []
         self._running: Interpreter | None = None
         self._kept: KeptParameters | None = None  # unless its environment is checked elsewhere
-        self._has_trained = False
-        if checks_script:
-            self._check_script()
+        self._name = f"runtime{next(_numbers)}"  # as on the other ranks, which make as many
+        self._others = HalfTrained(model, rank) if checks_script else None
+        if self._others is not None:
+            self._check_script(self._others)
 
-    def _check_script(self) -> None:
+    def _check_script(self, others: HalfTrained) -> None:
         """Have what a script does to a part of the model, and would do to all of it in one process, raise errors."""
         own = weakref.ref(self)
         parts_in = functools.partial(_stages_in, own)
-        state_hook = StateHook(functools.partial(_refuse_stale_state, own))
+        state_hook = StateHook(others.refuse_state)
         for undo in (
             check_optimizers(parts_in, "one pipeline rank", are_whole=True),
             refuse_norms(parts_in),
@@ -264,6 +271,8 @@ class Runtime:
         )
         if self._kept is None and compilation.environment is not None:
             self._kept = KeptParameters(self._model)  # the hooks may have replaced them
+        if self._others is not None:
+            self._others.add(compilation)
         if program is None or program == len(self._programs):
             self._programs.append(new)
             return len(self._programs) - 1
@@ -276,7 +285,8 @@ class Runtime:
     ) -> None:
         """One step: forwards and, when `training`, backwards of all microbatches.
 
-        UsageError if it trains, and the rank of the last stage has no `on_output`.
+        UsageError if it trains, and the rank of the last stage has no `on_output`, or one that does not return roots. Where a rank raises
+        in the middle of a step, the others raise PeerError with its traceback, and the transport is closed.
         """
         programs = self._programs[program]
         if training and on_output is None and programs.has_output:
@@ -295,7 +305,9 @@ class Runtime:
             None if on_output is None else restored(programs.trace, on_output, self.device, programs.copied_outputs)
         )
         observer = self._observer
-        with observer.step(() if observer.is_idle else _tensors_to_runtime(inputs)) as watch:
+        is_told = self._others is not None and programs.num_ranks > 1
+        told = told_to_peers(self._name, self._rank, interpreter.close) if is_told else contextlib.nullcontext()
+        with told, observer.step(() if observer.is_idle else _tensors_to_runtime(inputs)) as watch:
             if watch.is_wanted:
                 watch.program = program
                 with _watching_runtime(interpreter, watch, programs, training):
@@ -305,7 +317,8 @@ class Runtime:
         if self._shards is not None:
             self._shards.release()
         self._running = None
-        self._has_trained |= training
+        if training and self._others is not None:
+            self._others.note_training()
 
     def register_step_callback(self, callback: StepCallback) -> RemovableHandle:
         """Call `callback(info)` after every step on this rank, with a `smpc.StepInfo`."""
@@ -378,22 +391,6 @@ def _stages_in(found: weakref.ref[Runtime], held: Sequence[Tensor]) -> str:
         return ""
     own = {id(parameter) for stage in runtime.stages.values() for parameter in stage.parameters()}
     return "the stages of one rank of a pipeline" if any(id(each) in own for each in held) else ""
-
-
-def _refuse_stale_state(found: weakref.ref[Runtime], asked: nn.Module | None) -> None:
-    """Raise UsageError for the state of a whole model of which other ranks train a part; copies of it are the script's own."""
-    runtime = found()
-    if runtime is None or not runtime._has_trained or asked not in (None, runtime._model):
-        return
-    own = {id(parameter) for stage in runtime.stages.values() for parameter in stage.parameters()}
-    used = {name for stage in runtime._programs[0].plan.stages for name in stage.parameters}
-    stale = [name for name, parameter in runtime._model.named_parameters() if name in used and id(parameter) not in own]
-    if stale:
-        raise UsageError(
-            f"state_dict: expected a model that is whole on this rank, found pipeline rank {runtime._rank}, whose {len(stale)} parameters "
-            f"of other ranks ({stale[0]}, ...) are as they were before training; each stage of runtime.stages has its own state_dict(), "
-            "with the model's names: gather those of all ranks into one"
-        )
 
 
 class LoopbackRuntime:
@@ -504,9 +501,10 @@ def _noting_loss(
 
     def call(microbatch: int, outputs: tuple[Tensor, ...]) -> Roots | None:
         roots = on_output(microbatch, outputs)
-        for root, gradient in roots or ():
-            if gradient is None:
-                watch.losses.append(root.detach())
+        for root in roots if isinstance(roots, (list, tuple)) else ():  # others are an error of the executor
+            match root:
+                case (Tensor() as loss, None):
+                    watch.losses.append(loss.detach())
         return roots
 
     return call
@@ -611,13 +609,13 @@ def _written_inputs(trace: Trace) -> tuple[str, ...]:
 def restored(
     trace: Trace, on_output: OnOutput, device: torch.device, copied: frozenset[str] = frozenset()
 ) -> Callable[[int, tuple[Tensor, ...]], Roots | None]:
-    """`on_output` for the interpreter: it gets the last stage's tensors, the user the model's output structure, `copied` without hooks."""
+    """`on_output` for the interpreter: it gets the last stage's tensors, the user the model's output, `copied` without gradients."""
     positions = {name: i for i, name in enumerate(trace.output_names)}
     apart = [positions[name] for name in trace.output_names if name in copied]
 
     def call(microbatch: int, outputs: tuple[Tensor, ...]) -> Roots | None:
         for position in apart:
-            without_hooks(outputs[position])
+            without_gradient(outputs[position])
         leaves = [
             outputs[positions[leaf.name]]
             if isinstance(leaf, Ref)

@@ -1,10 +1,11 @@
-"""Hooks that a script hangs on a model's outputs: as in plain PyTorch, or refused where it has a copy of what the model goes on with."""
+"""Hooks on a model's outputs, and gradients with respect to them: as in plain PyTorch, or refused where a script has copies."""
 
 import pytest
 import torch
 import torch.distributed as dist
 from executor_harness import run_workers
 from torch import nn
+from torch.autograd.graph import get_gradient_edge
 
 import smpc.context_parallel
 import smpc.tensor_parallel
@@ -60,6 +61,25 @@ def shared(rank, folder, axis):
     for mark in (lambda: loss_of(out, "hidden"), lambda: out["hidden"].retain_grad()):
         with pytest.raises(StepError, match="expected register_hook and retain_grad on outputs that the model itself"):
             mark()
+    gradients_of_outputs(make()(IDS), sharded(ids=IDS), sharded(ids=IDS))
+
+
+def gradients_of_outputs(expected, found, own):
+    """Of `hidden` the copy has a part of the gradient alone, and none of what comes from `last`."""
+    for name in ("mean", "last"):
+        pair = [
+            torch.autograd.grad(sum(v.square().sum() for v in out.values()), out[name])[0] for out in (expected, found)
+        ]
+        torch.testing.assert_close(*pair, rtol=1e-4, atol=1e-6)
+    total, edge = own["last"].sum() + own["hidden"].mean(), get_gradient_edge(own["hidden"])
+    for ask in (
+        lambda: torch.autograd.grad(total, own["hidden"]),
+        lambda: torch.autograd.grad(own["last"].sum(), [own["mean"], own["hidden"]], allow_unused=True),
+        lambda: torch.autograd.grad(total, edge),
+        lambda: total.backward(inputs=[own["hidden"]]),
+    ):
+        with pytest.raises(StepError, match=r"expected gradients .* with respect to outputs that the model itself"):
+            ask()
 
 
 @pytest.mark.parametrize("axis", SHARDS)

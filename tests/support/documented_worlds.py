@@ -362,6 +362,9 @@ def tensor_parallel_compiler(names):
     names |= {"compile_model": compile_model, "place": place, "Runtime": Runtime, "pipeline_rank": rank // 2}
     names |= {"group": TensorGroup.of(tensor[rank // 2]), "transport": GlooTransport(pipeline[rank % 2])}
     yield
+    names |= {"dist": dist, "pipeline_group": pipeline[rank % 2]}
+    yield
+    assert names["model"].state_dict()
 
 
 @on(4, "docs/tensor_parallelism.md")

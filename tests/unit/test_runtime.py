@@ -12,7 +12,7 @@ from random_plans import compile_assignment, contiguous
 from torch import nn
 
 from smpc.compile import PipelineOptions, compile_model
-from smpc.errors import StepError, TraceError
+from smpc.errors import StepError, TraceError, UsageError
 from smpc.executor.transport import loopback_transports
 from smpc.runtime import LoopbackRuntime, Runtime
 from smpc.sample_inputs import first_microbatch
@@ -227,6 +227,29 @@ def test_no_backward_where_on_output_gives_no_roots():
     program = runtime.install(compile_model(model, batch, pipeline_parallel_degree=2, microbatches=2))
     runtime.run(program, parity.split(batch, 2), lambda m, output: None, training=True)
     assert all(p.grad is None for p in model.parameters())
+
+
+@pytest.mark.parametrize(
+    ("returned", "found"),
+    [
+        (lambda loss: loss, r"a tensor of shape \[\]"),
+        (lambda loss: loss * 0, r"a tensor of shape \[\]"),
+        (lambda loss: [loss], r"a tensor of shape \[\]"),
+        (lambda loss: {"loss": loss}, "dict {'loss': tensor"),
+        (lambda loss: (loss, None), r"a tensor of shape \[\]"),
+        (lambda loss: [(loss, 1.0)], "tuple .*1.0"),
+        (lambda loss: loss.item(), "float "),
+    ],
+)
+def test_what_on_output_must_return(returned, found):
+    """A loss by itself was a TypeError of Python's, and one of 0 trained nothing."""
+    model, batch = zoo.build("unet")
+    runtime = LoopbackRuntime(model)
+    program = runtime.install(compile_model(model, batch, pipeline_parallel_degree=2, microbatches=2))
+    for _ in range(2):  # observed, too
+        with pytest.raises(UsageError, match=rf"expected a list of pairs \(tensor, gradient\).*found {found}"):
+            runtime.run(program, parity.split(batch, 2), lambda m, y: returned(parity.loss_of(y) / 2), training=True)
+        runtime.observe()
 
 
 def test_an_error_in_on_output_names_rank_and_instruction_and_the_runtime_goes_on():

@@ -8,10 +8,10 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 import smpc.v1 as smp
+from smpc.absent import tensors as absent
 from smpc.errors import CheckpointError, ConfigError, ConfigTypeError, UsageError
 from smpc.optimizers.elementwise import couples_parameters
 from smpc.optimizers.torch_patches import check_optimizers
-from smpc.v1.layout import absent
 from smpc.v1.optimization.update_targets import is_elementwise_in_trial
 
 
@@ -140,7 +140,8 @@ def test_arguments(model):
 def with_absent(*, scheduled=False):
     """A parameter that is here, one that is not, their optimizer, and how often Python is asked of the latter's gradient."""
     here, away = nn.Parameter(torch.ones(2)), nn.Parameter(torch.empty(0))
-    absent.mark(away, "away", torch.Size([2]), (1,), 0)
+    texts = absent.AbsentTexts("no values of it", "look elsewhere", "ask others")
+    absent.mark(away, absent.AbsentPlace("away", torch.Size([2]), (1,), 0, nn.Parameter, texts))
     inner = torch.optim.SGD([here, away], lr=0.5)
     if scheduled:
         torch.optim.lr_scheduler.StepLR(inner, 1)

@@ -4,7 +4,7 @@ Terms
     local       used by a stage of this rank, or by no stage at all: then every rank keeps it
     foreign     used by stages of other ranks only: its memory is given back here. The Parameter objects stay, with empty
                 tensors in them, so that optimizers made before keep working: they skip what has no gradient. Others who use
-                them are told (`absent` beside this)
+                them are told (`smpc.absent`)
     skeleton    meta tensors of the original sizes, which replace the parameters when the model is recorded again
 
 Names are the canonical fully qualified names of `named_parameters()` and `named_buffers()`.
@@ -31,13 +31,25 @@ import torch
 from torch import Tensor, nn
 
 from smpc import checkpoint
+from smpc.absent.tensors import AbsentPlace, AbsentTexts, empty, mark, unmark
 from smpc.errors import CheckpointError, PartitionError
 from smpc.nn.init.delayed import draw_delayed
 from smpc.nn.parallel import ParameterSlice, distributed_modules
 from smpc.partitioner.graph.plan import Plan
 from smpc.tracer.state.fakes import FakeState, installed, on_meta
 from smpc.tracer.state.state_use import StateUse, moved_buffer
-from smpc.v1.layout import absent
+
+_TEXTS = AbsentTexts(
+    lack="no values of it",
+    advice=(
+        "loop over model.local_parameters() or local_named_parameters() for what this rank has. What a loss needs of parameters is "
+        "computed in the model's forward; model.state_dict(), called on every rank, has all values"
+    ),
+    gradients=(
+        "For the norm of all, torch.nn.utils.clip_grad_norm_(model.parameters(), float('inf')); for this rank's gradients, "
+        "model.local_parameters()"
+    ),
+)
 
 
 class Slices:
@@ -224,8 +236,9 @@ class Placement:
                     parameter.grad = parameter.grad.to(self._device)
             else:
                 parameter.grad = None
-                parameter.data = absent.empty(parameter, self.shape(name), self._device)
-                absent.mark(parameter, name, self.shape(name), self._holders[name], self._rank)
+                shape, kind = self.shape(name), type(parameter)
+                parameter.data = empty(parameter, shape, self._device)
+                mark(parameter, AbsentPlace(name, shape, self._holders[name], self._rank, kind, _TEXTS))
         for name, buffer in self._model.named_buffers():
             if self.is_local(name):
                 buffer.data = buffer.data.to(self._device)
@@ -256,7 +269,7 @@ class Placement:
         """Give every parameter and buffer, foreign ones too, a whole value: the inverse of `apply`."""
         for name, tensor in self._state().items():
             if name in full:
-                absent.unmark(tensor)
+                unmark(tensor)
                 tensor.grad = None
                 tensor.data = full[name]
 

@@ -39,12 +39,12 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 from torch.utils.hooks import RemovableHandle
 
+from smpc.absent.tensors import AbsentParameter, reading_gradients
 from smpc.checkpoint.stateful import LocalStateDict, Purpose, asked_by_torch
 from smpc.errors import ConfigError, ConfigTypeError, UsageError
 from smpc.optimizers.gradients import check_finite, clip_by, norm_of
 from smpc.optimizers.torch_patches import is_check_of_optimizers, looks_at_others
 from smpc.sharding.tensors import as_state_of, refuse_parts
-from smpc.v1.layout.absent import AbsentParameter, reading_gradients
 from smpc.v1.model.distributed_model import DistributedModel
 from smpc.v1.optimization.equal_optimizers import OptimizerAgreement
 from smpc.v1.optimization.fused import FusedLamb, FusedNovoGrad, SessionNormGroups

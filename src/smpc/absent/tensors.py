@@ -1,10 +1,10 @@
-"""Parameters of other ranks: empty tensors, which raise an error that names the holders when code computes with them.
+"""Parameters of other ranks: tensors that raise an error that names the holders when code computes with them.
 
-After the partition a rank has no values of other stages' parameters, but scripts still hold the objects: `model.parameters()` in a norm of
-all gradients, in a weight penalty, in an average of weights. Empty tensors would silently count as zero. So they become
-`AbsentParameter`s, in place:
+A rank has no values of other stages' parameters, but scripts still hold the objects: `model.parameters()` in a norm of all gradients, in a
+weight penalty, in an average of weights. They would silently count as zero where their memory was freed (`smpc.v1`), or as they were before
+training where it was not (`smpc.Runtime`, whose model is whole on every rank). So they become `AbsentParameter`s, in place:
 
-    p.numel(), p.shape                  0, and 0 along the first dimension: what this rank has
+    p.numel(), p.shape                  of the tensor that is there: 0, and 0 along the first dimension, where its memory was freed
     p.requires_grad, p.dtype, p.dim()   as ever
     p.data, p.detach()                  absent, too
     p.mul_(0.5), p.data = other         nothing here: whoever holds it does it, if all ranks run the same line
@@ -14,16 +14,21 @@ all gradients, in a weight penalty, in an average of weights. Empty tensors woul
     copy.deepcopy(p)                    absent, too
     pickle                              an error
 
-`mark` makes a parameter absent, `unmark` gives it its class back. A rank's own computations use no absent parameters, so only accesses by
+Where memory was not freed, the values are out of date, and writes are done. Who writes all of it anew (`p.copy_(v)`, `p.data = v`,
+`p.zero_()`, `model.load_state_dict(gathered)`) has a plain parameter again, as there is nothing left that is out of date.
+
+`mark` makes a parameter or buffer absent, `unmark` gives it its class back. A rank's own computations use none of them, so only accesses by
 scripts and optimizers cost time: about a microsecond each.
 """
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import sys
 import warnings
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -41,21 +46,34 @@ _readers: ContextVar[bool] = ContextVar("smpc_reads_absent_gradients", default=F
 
 
 @dataclass(frozen=True, slots=True)
+class AbsentTexts:
+    """Parts of messages: what this rank lacks, what to do instead, and what to do for gradients."""
+
+    lack: str
+    advice: str
+    gradients: str
+
+
+@dataclass(frozen=True, slots=True)
 class AbsentPlace:
-    """A parameter's name, its shape on its holders, the pipeline ranks of the holders and of this process, and its original class."""
+    """A parameter's name, its shape on its holders, the pipeline ranks of the holders and of this process, and its original class.
+
+    `owner`: the parameter itself, where its memory was not freed.
+    """
 
     name: str
     shape: torch.Size
     holders: tuple[int, ...]
     rank: int
-    kind: type[nn.Parameter]
+    kind: type[Tensor]
+    texts: AbsentTexts
+    owner: weakref.ref[Tensor] | None = None
 
     def refuse(self, what: str) -> UsageError:
         """The error for an operation that needs its values."""
+        kind = "parameter" if issubclass(self.kind, nn.Parameter) else "buffer"
         return UsageError(
-            f"{what}: parameter {self.name!r} is {self.text}, and pipeline rank {self.rank} has no values of it; loop over "
-            "model.local_parameters() or local_named_parameters() for what this rank has. What a loss needs of parameters is computed in "
-            "the model's forward; model.state_dict(), called on every rank, has all values"
+            f"{what}: {kind} {self.name!r} is {self.text}, and pipeline rank {self.rank} has {self.texts.lack}; {self.texts.advice}"
         )
 
     @property
@@ -65,7 +83,7 @@ class AbsentPlace:
 
 
 class Absent(Tensor):
-    """The common base of absent parameters and their aliases."""
+    """The common base of absent parameters, buffers and their aliases."""
 
     @classmethod
     def __torch_function__(
@@ -82,22 +100,21 @@ class Absent(Tensor):
         name = getattr(func, "__name__", "")
         is_in_place = name.endswith("_") and not name.endswith("__")
         if is_in_place or name in _WRITING:
-            return _run_in_place(name, func, args, kwargs)
+            return _run_in_place(name, func, args, kwargs or {})
         attribute = getattr(getattr(func, "__self__", None), "__name__", "") if name == "__get__" else ""
         raise place_of(args, kwargs).refuse(attribute or name or repr(func))
 
-
-class AbsentParameter(Absent, nn.Parameter):
-    """A parameter of other ranks."""
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> AbsentParameter:
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         """A copy that is absent, too."""
         if id(self) not in memo:
+            place: AbsentPlace = getattr(self, _PLACE)
             with torch._C.DisableTorchFunctionSubclass():
-                copied = nn.Parameter(torch.empty_like(self.data), self.requires_grad)
-            memo[id(self)] = _marked(copied, getattr(self, _PLACE), AbsentParameter)
-        found: AbsentParameter = memo[id(self)]
-        return found
+                data = self.detach().clone()
+                copied = nn.Parameter(data, self.requires_grad) if isinstance(self, nn.Parameter) else data
+            if place.owner is not None:
+                place = dataclasses.replace(place, owner=weakref.ref(copied))
+            memo[id(self)] = _marked(copied, place, type(self))
+        return memo[id(self)]
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Refused: there is no value to save."""
@@ -105,14 +122,17 @@ class AbsentParameter(Absent, nn.Parameter):
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         place: AbsentPlace = getattr(self, _PLACE)
-        return f"AbsentParameter({place.name!r}, shape={list(place.shape)}, on pipeline ranks {list(place.holders)})"
+        return (
+            f"{type(self).__name__}({place.name!r}, shape={list(place.shape)}, on pipeline ranks {list(place.holders)})"
+        )
+
+
+class AbsentParameter(Absent, nn.Parameter):
+    """A parameter of other ranks."""
 
 
 class AbsentTensor(Absent):
-    """The data of an absent parameter, or its detached alias."""
-
-    __reduce_ex__ = AbsentParameter.__reduce_ex__
-    __repr__ = AbsentParameter.__repr__  # type: ignore[assignment]
+    """A buffer of other ranks, or the data of an absent parameter, or its detached alias."""
 
 
 def empty(parameter: Tensor, shape: torch.Size, device: torch.device) -> Tensor:
@@ -122,14 +142,17 @@ def empty(parameter: Tensor, shape: torch.Size, device: torch.device) -> Tensor:
 
 def _whole_of(tensor: Tensor) -> WholeTensor | None:
     """For torch.nn.init."""
-    return WholeTensor(getattr(tensor, _PLACE).shape, None) if isinstance(tensor, AbsentParameter) else None
+    if not isinstance(tensor, AbsentParameter):
+        return None
+    place: AbsentPlace = getattr(tensor, _PLACE)
+    return WholeTensor(place.shape, None if place.owner is None else lambda values: values)
 
 
-def mark(parameter: Tensor, name: str, shape: torch.Size, holders: tuple[int, ...], rank: int) -> None:
-    """Make a parameter absent after its memory was freed."""
+def mark(tensor: Tensor, place: AbsentPlace) -> None:
+    """Make a parameter or buffer absent, after its memory was freed unless `place` has an owner."""
     _fill_absent()
-    if isinstance(parameter, nn.Parameter) and not isinstance(parameter, Absent):
-        _marked(parameter, AbsentPlace(name, shape, holders, rank, type(parameter)), AbsentParameter)
+    if not isinstance(tensor, Absent):
+        _marked(tensor, place, AbsentParameter if isinstance(tensor, nn.Parameter) else AbsentTensor)
 
 
 @functools.cache
@@ -137,11 +160,11 @@ def _fill_absent() -> None:
     fill_whole(_whole_of)
 
 
-def unmark(parameter: Tensor) -> None:
-    """Give a parameter its class back, before its values are restored."""
-    if isinstance(parameter, AbsentParameter):
-        place: AbsentPlace = vars(parameter).pop(_PLACE)
-        parameter.__class__ = place.kind  # type: ignore[assignment]
+def unmark(tensor: Tensor) -> None:
+    """Give a parameter or buffer its class back, before its values are restored."""
+    if isinstance(tensor, Absent):
+        place: AbsentPlace = vars(tensor).pop(_PLACE)
+        tensor.__class__ = place.kind  # type: ignore[assignment]
 
 
 @contextlib.contextmanager
@@ -175,25 +198,60 @@ def _run(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any
         return func(*args, **(kwargs or {}))
 
 
-def _run_in_place(name: str, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any] | None) -> Any:
-    """In-place operations on an absent tensor do nothing. Others cannot be changed by an absent one: torch raises an error about sizes."""
-    target = next(iter((*args, *(kwargs or {}).values())))
+def _run_in_place(name: str, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """In-place operations on an absent tensor do nothing, unless it is out of date. Others cannot be changed by an absent one."""
+    place = place_of(args, kwargs)
+    if place.owner is not None:
+        return _write(name, func, args, kwargs)
+    target = next(iter((*args, *kwargs.values())))
     if isinstance(target, Absent):
         if name in _DRAWING:
-            _draw(func, place_of([target]), target, args, kwargs)
+            _draw(func, place, target, args, kwargs)
         return target
     try:
         return _run(func, args, kwargs)
-    except (RuntimeError, TypeError, IndexError) as error:
-        raise place_of(args, kwargs).refuse(name) from error
+    except (RuntimeError, TypeError, IndexError) as error:  # about sizes
+        raise place.refuse(name) from error
+
+
+def _write(name: str, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """Among tensors that are out of date: refused where others would come to depend on their values."""
+    target, *others = *args, *kwargs.values()
+    targets = target if isinstance(target, (list, tuple)) else [target]
+    renewed = []
+    for position, written in enumerate(targets):
+        own = [other[position] if type(other) in (list, tuple) and targets is target else other for other in others]
+        stale = [other for other in own if isinstance(other, Absent)]
+        if stale and not isinstance(written, Absent):
+            raise place_of(stale).refuse(name)
+        if not stale and isinstance(written, Absent) and name.removeprefix("_foreach") in _FILLING:
+            renewed.append(written)
+    found = _run(func, args, kwargs)
+    for written in renewed:
+        _renew(written)
+    return found
+
+
+def _renew(target: Absent) -> None:
+    """All of it has been written: it, and the parameter of which it is all, have their values."""
+    place: AbsentPlace = getattr(target, _PLACE)
+    owner = None if place.owner is None else place.owner()
+    with torch._C.DisableTorchFunctionSubclass():
+        is_all = owner is not None and (owner.data_ptr(), owner.numel()) == (target.data_ptr(), target.numel())
+    if is_all:
+        assert owner is not None
+        unmark(owner)
+    if isinstance(target, Absent):
+        unmark(target)
+        target.__class__ = Tensor  # type: ignore[assignment]
 
 
 def _draw(
-    func: Callable[..., Any], place: AbsentPlace, target: Any, args: Sequence[Any], kwargs: Mapping[str, Any] | None
+    func: Callable[..., Any], place: AbsentPlace, target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> None:
     """Draw what the holders draw, so that what comes next is drawn as in one process."""
     with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
-        func(torch.empty(place.shape, dtype=target.dtype, device=target.device), *args[1:], **(kwargs or {}))
+        func(torch.empty(place.shape, dtype=target.dtype, device=target.device), *args[1:], **kwargs)
 
 
 def _ignore(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
@@ -201,9 +259,14 @@ def _ignore(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, 
 
 
 def _set_data(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-    """`p.data = values` does nothing: the holders do it."""
+    """`p.data = values` does nothing where memory was freed: the holders do it."""
     place, value = place_of(args), args[1]
-    if isinstance(value, Absent) or not value.numel():
+    if isinstance(value, Absent):
+        _run(func, args, kwargs)
+    elif place.owner is not None:
+        _run(func, args, kwargs)
+        _renew(args[0])
+    elif not value.numel():
         _run(func, args, kwargs)
     elif value.shape != place.shape:
         raise place.refuse(f"setting .data to a tensor of shape {list(value.shape)}")
@@ -212,15 +275,31 @@ def _set_data(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str
 def _alias(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     place = place_of(args, kwargs)
     if not isinstance(args[0], Absent):
-        raise place.refuse(func.__name__)
+        return _shape(func, args, kwargs)
     found = _run(func, args, kwargs)
     return _marked(found.as_subclass(AbsentTensor), place, AbsentTensor) if isinstance(found, Tensor) else found
+
+
+def _shape(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """What takes only its shape and dtype, which it has where its memory was not freed."""
+    place = place_of(args, kwargs)
+    if place.owner is None:
+        raise place.refuse(func.__name__)
+    return _run(func, args, kwargs)
+
+
+def _memory(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """Where it is in memory: other code than torch's goes there for its values."""
+    place = place_of(args, kwargs)
+    if place.owner is not None and not _is_library(sys._getframe(2).f_globals):
+        raise place.refuse(func.__name__)
+    return _run(func, args, kwargs)
 
 
 def _gradient(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
     """None, as for any parameter without a gradient. Code that sums over all gradients gets a warning, once per line."""
     reader = sys._getframe(2)
-    if str(reader.f_globals.get("__name__", "")).startswith(("torch.", "smpc.")) or _readers.get():
+    if _is_library(reader.f_globals) or _readers.get():
         return
     line = (reader.f_code.co_filename, reader.f_lineno)
     if line not in _warned:
@@ -228,10 +307,13 @@ def _gradient(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str
         place = place_of(args)
         warnings.warn(
             f"the gradient of parameter {place.name!r} is {place.text}, and pipeline rank {place.rank} reads None: what is done to each "
-            "gradient by itself is right, but a sum over all of them (a norm) is that of this rank alone. For the norm of all, "
-            "torch.nn.utils.clip_grad_norm_(model.parameters(), float('inf')); for this rank's gradients, model.local_parameters()",
+            f"gradient by itself is right, but a sum over all of them (a norm) is that of this rank alone. {place.texts.gradients}",
             stacklevel=3,
         )
+
+
+def _is_library(names: Mapping[str, Any]) -> bool:
+    return str(names.get("__name__", "")).startswith(("torch.", "smpc."))
 
 
 def _hash(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> int:
@@ -259,7 +341,7 @@ _RULES: dict[Any, Callable[..., Any]] = {
         _functions(
             "requires_grad dtype device is_leaf grad_fn layout is_meta is_cuda is_cpu is_sparse is_quantized is_nested _version "
             "_backward_hooks _base name grad_dtype retains_grad output_nr itemsize is_complex is_floating_point is_contiguous "
-            "element_size data_ptr untyped_storage _is_view get_device register_hook requires_grad_ share_memory_ "
+            "element_size storage_offset _is_view get_device register_hook requires_grad_ share_memory_ "
             "register_post_accumulate_grad_hook "
             "is_shared is_pinned is_inference is_signed is_conj is_neg shape ndim nbytes size numel nelement dim ndimension __len__ stride"
         ),
@@ -269,6 +351,11 @@ _RULES: dict[Any, Callable[..., Any]] = {
         (torch.is_floating_point, torch.is_complex, torch.is_inference, torch.is_conj, torch.is_neg, torch.numel), _run
     ),
     torch._has_compatible_shallow_copy_type: _run,
+    **dict.fromkeys(_functions("data_ptr untyped_storage"), _memory),
+    **dict.fromkeys(
+        (torch.empty_like, torch.zeros_like, torch.ones_like, torch.full_like, torch.rand_like, torch.randn_like),
+        _shape,
+    ),
     **dict.fromkeys(
         _functions("data detach clone view_as contiguous to float half double bfloat16 cpu cuda type pin_memory"),
         _alias,
@@ -285,4 +372,5 @@ _DRAWING = (
     "bernoulli_", "cauchy_", "exponential_", "geometric_", "log_normal_", "normal_", "random_", "uniform_",
     "kaiming_uniform_",  # of torch.nn.init, with a name of its own for these classes
 )  # fmt: skip
+_FILLING = ("copy_", "fill_", "zero_", "constant_", *_DRAWING)  # all of it anew
 _WRITING = ("__iadd__", "__isub__", "__imul__", "__itruediv__", "__ipow__", "__setitem__")

@@ -1,0 +1,1 @@
+"""What a script holds of a model whose values other ranks have: errors in place of wrong numbers."""
