@@ -39,10 +39,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
+from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader
 
 import smpc.v1 as smp
 from smpc.errors import CheckpointError, ConfigUnsupportedError, UsageError
+from smpc.integrations.rehearsal import HeardModel
 
 try:
     from accelerate import Accelerator
@@ -62,6 +64,8 @@ class PipelineAccelerator(Accelerator):  # type: ignore[misc]
 
     Raises ConfigUnsupportedError for mixed precision, DeepSpeed, Megatron and FSDP of accelerate, which smpc has in its configuration.
     """
+
+    optimizer_type: type[smp.DistributedOptimizer] | None = None  # of what `prepare` makes of torch's optimizers
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         _check_session()
@@ -139,7 +143,7 @@ class PipelineAccelerator(Accelerator):  # type: ignore[misc]
     def prepare_optimizer(self, optimizer: Optimizer, device_placement: Any = None) -> Optimizer:
         """An smp.DistributedOptimizer around the optimizer, which steps once in `gradient_accumulation_steps` batches."""
         if not isinstance(optimizer, smp.DistributedOptimizer):
-            prepared: Optimizer = _AccumulatingOptimizer(optimizer)
+            prepared: Optimizer = (self.optimizer_type or _AccumulatingOptimizer)(optimizer)
         elif self.gradient_accumulation_steps == 1 or isinstance(optimizer, _AccumulatingOptimizer):
             prepared = optimizer
         else:
@@ -186,7 +190,7 @@ class PipelineAccelerator(Accelerator):  # type: ignore[misc]
 
     def unwrap_model(self, model: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:
         """The module in a DistributedModel, of which this rank may have a part; any other as it is."""
-        return model.get_module() if isinstance(model, smp.DistributedModel) else model
+        return model.get_module() if isinstance(model, (smp.DistributedModel, HeardModel)) else model
 
     def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, Any]:
         """The state dict of the whole model; call it on every rank."""
@@ -219,6 +223,24 @@ class PipelineAccelerator(Accelerator):  # type: ignore[misc]
         if smp.dp_size() == 1:
             return tensor
         return recursively_apply(_gather_over_replicas, tensor, error_on_other_type=True)
+
+    def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
+        """What all replicas have, without the samples that an epoch's last batch repeats; objects are joined in one list."""
+        is_tensors = all(isinstance(each, Tensor) for each in tree_leaves(input_data))
+        if is_tensors and not use_gather_object:
+            return super().gather_for_metrics(input_data)
+        data, state = input_data, self.gradient_state
+        if smp.dp_size() > 1:
+            data = [each for replica in smp.allgather(input_data, smp.DP_GROUP) for each in replica]
+        is_cut = isinstance(data, (list, tuple)) and state.end_of_dataloader and state.remainder > 0
+        return data[: state.remainder] if is_cut else data
+
+    def check_trigger(self) -> bool:
+        """Whether `set_trigger` has been called on any rank since the last check; the same on all ranks."""
+        given: Tensor | None = vars(self).get("flag_tensor")
+        own = given is not None and bool(given)
+        self.flag_tensor = None
+        return True in smp.allgather(own, smp.WORLD)
 
     def reduce(self, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
         """The sum or mean over the replicas."""
@@ -338,19 +360,20 @@ class _Scheduler(AcceleratedScheduler):  # type: ignore[misc]
     def __init__(
         self, scheduler: LRScheduler, optimizers: list[Any], with_optimizer: bool, split_batches: bool
     ) -> None:
-        # It steps once then, and asks no optimizer; how often and whether is decided below.
-        super().__init__(scheduler, [], step_with_optimizer=with_optimizer, split_batches=True)
+        super().__init__(scheduler, [], step_with_optimizer=with_optimizer, split_batches=split_batches)
         self._watched = optimizers if with_optimizer else []
-        self._num_steps = 1 if split_batches or not with_optimizer else smp.dp_size()
 
     def step(self, *args: Any, **kwargs: Any) -> None:
         """Steps the scheduler once for each batch of an update; not if gradients were not finite, so that there was no update."""
         if any(each.overflow for each in self._watched):
             return
-        for _ in range(self._num_steps):
+        if not self.step_with_optimizer or self.split_batches or not self.gradient_state.sync_gradients:
+            super().step(*args, **kwargs)  # once at most, and asks for no number of processes
+            return
+        for _ in range(smp.dp_size()):
             total = getattr(self.scheduler, "total_steps", None)
-            if self._num_steps == 1 or total is None or self.scheduler._step_count <= total:
-                super().step(*args, **kwargs)
+            if total is None or self.scheduler._step_count <= total:
+                self.scheduler.step(*args, **kwargs)
 
 
 def _turn_in_accelerate(each: Any) -> int:

@@ -33,11 +33,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.utils._pytree import tree_leaves
 
 import smpc.v1 as smp
-from smpc.errors import ConfigError, ConfigUnsupportedError, UsageError
+from smpc.errors import ConfigError, ConfigUnsupportedError, StepError, UsageError
 from smpc.integrations.accelerate import PipelineAccelerator
 from smpc.integrations.batches import divides, joined, start, warn_of_uneven_labels
+from smpc.integrations.rehearsal import HeardModel, Rehearsal, changed, check_loss_is_mean, marks
 
 try:
     from safetensors.torch import save_file
@@ -71,6 +73,8 @@ class PipelineTrainer(Trainer):  # type: ignore[misc]
             raise ConfigError("PipelineTrainer: pass what comes after the model and its arguments by name")
         _check_training_arguments(bound)
         self._has_warned = False
+        self._rehearsals = Rehearsal(), Rehearsal()  # of training and of evaluation
+        self._runs_whole = False  # the batch, which does not divide, in every microbatch
         self._given_args = bound.get("args") or TrainingArguments(output_dir="tmp_trainer")
         start(
             pipeline,
@@ -93,6 +97,7 @@ class PipelineTrainer(Trainer):  # type: ignore[misc]
         """The Trainer's accelerator, which knows of the pipeline."""
         super().create_accelerator_and_postprocess()
         self.accelerator = PipelineAccelerator.of(self.accelerator)
+        self.accelerator.optimizer_type = _GatheredOptimizer  # whoever makes the torch optimizer
         self.gather_function = self.accelerator.gather_for_metrics
 
     def create_optimizer(self, model: nn.Module | None = None) -> Optimizer:
@@ -161,9 +166,47 @@ class PipelineTrainer(Trainer):  # type: ignore[misc]
             return bool(chosen)
         return (self.model_accepts_loss_kwargs and num_items is not None) or self.compute_loss_func is not None
 
+    def compute_checked(self, model: Any, inputs: dict[str, Any], share: Tensor | None, *, outputs: bool) -> Any:
+        """`compute_loss` of a microbatch. Raises StepError if it changes the trainer, or if its mean is not the batch's loss."""
+        before, given, heard = self._marks(), dict(inputs), HeardModel(model)  # compute_loss may take entries out
+        options = {"return_outputs": True} if outputs else {}
+        computed = self.compute_loss(heard, inputs, **options, num_items_in_batch=share)
+        if found := changed(before, self._marks()):
+            raise StepError(
+                f"compute_loss: expected no effect but what it returns, found that it changed {', '.join(found)} of the trainer: a pipeline"
+                " runs it for every microbatch, on the last rank alone; compute such numbers in compute_metrics or in a callback"
+            )
+        loss: Tensor = computed[0] if outputs else computed
+        rehearsal = self._rehearsals[outputs]
+        is_models_own = any(loss is each for each in tree_leaves(heard.returned))
+        is_due = not (self._runs_whole or is_models_own) and rehearsal.is_due(heard.returned)
+        if is_due and rehearsal.add(given, heard.returned[0], {"loss": loss}, 1.0):
+            items = None if share is None else share * smp.state.cfg.microbatches
+            exact = rehearsal.run(lambda batch, output: self._rehearsed(batch, output, items), {})
+            remedy = "give compute_loss a sum divided by num_items_in_batch, or set microbatches: 1"
+            check_loss_is_mean(exact, "loss", "compute_loss", remedy)
+        return computed
+
+    def _rehearsed(self, batch: Any, output: Any, items: Tensor | None) -> dict[str, Tensor]:
+        """The loss of a whole batch, of which the model has returned this."""
+        kept, self.model = self.model, HeardModel(self.model, output)
+        try:
+            return {"loss": self.compute_loss(self.model, dict(batch), num_items_in_batch=items)}
+        finally:
+            self.model = kept
+
+    def _marks(self) -> dict[str, Any]:
+        """Of the attributes that a script's own compute_loss may change."""
+        if type(self).compute_loss is Trainer.compute_loss:
+            return {}
+        return marks(self, ("model", "model_wrapped", "optimizer", "accelerator", "_rehearsals"), depth=1)
+
     def _cut(self, inputs: Mapping[str, Any], num_items: Any, cut: Any, whole: Any) -> tuple[Any, Tensor | None]:
         """The step function for a batch of this size, and the divisor of one microbatch's losses."""
         is_cut = divides(inputs)
+        self._runs_whole = not is_cut
+        for rehearsal in self._rehearsals:
+            rehearsal.begin()
         if is_cut and not self._has_warned and not self._is_scaled(num_items):
             remedy = "give forward an argument num_items_in_batch, or pass a compute_loss_func, to divide by the items of the whole batch"
             self._has_warned = warn_of_uneven_labels(inputs, remedy)
@@ -241,7 +284,7 @@ class _SavedOptimizerState(TrainerCallback):  # type: ignore[misc]
 
 def _train_body(model: Any, inputs: dict[str, Any], trainer: Any, share: Tensor | None, divisor: int) -> Tensor:
     with trainer.compute_loss_context_manager():
-        loss: Tensor = trainer.compute_loss(model, inputs, num_items_in_batch=share)
+        loss: Tensor = trainer.compute_checked(model, inputs, share, outputs=False)
     model.backward(loss if divisor == 1 else loss / divisor)
     return loss if divisor == 1 else loss / divisor
 
@@ -257,7 +300,7 @@ def _predict_body(
 ) -> tuple[Tensor | None, tuple[Any, ...]]:
     with trainer.compute_loss_context_manager():
         if has_loss:
-            loss, outputs = trainer.compute_loss(model, inputs, return_outputs=True, num_items_in_batch=share)
+            loss, outputs = trainer.compute_checked(model, inputs, share, outputs=True)
         else:
             loss, outputs = None, model(**inputs)
     if loss_only:

@@ -16,7 +16,8 @@ Terms
                 and for every microbatch on the last
     count       of a batch: what its losses are means over, rows, or labels that count. Microbatches weigh by it, so that their mean is
                 the batch's mean; a value logged with a `batch_size` is weighted by it, as in Lightning
-    logged      what `self.log` is told in such a step: the mean over microbatches, logged on every rank
+    logged      what `self.log` is told in such a step: the batch's value, logged on every rank. It is the mean over microbatches, or their
+                sum, largest or smallest, as `reduce_fx` says, unless the rehearsal finds another (`smpc.integrations.rehearsal`)
 
 Files are in Lightning's format: a checkpoint has the state dict of the whole module and of its optimizer, so that
 `load_from_checkpoint`, a job on another number of ranks, or Lightning in one process reads it. The random state of every rank is beside
@@ -27,18 +28,21 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.optim import Optimizer
+from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader, DistributedSampler
 
 import smpc.v1 as smp
 from smpc.checkpoint import capture_rng, restore_rng
-from smpc.errors import ConfigUnsupportedError, UsageError
+from smpc.errors import ConfigUnsupportedError, StepError, UsageError
 from smpc.integrations.batches import divides, joined, microbatches_of, start, warn_of_uneven_labels
+from smpc.integrations.rehearsal import HeardModel, Rehearsal, changed, check_loss_is_mean, marks, put_together
 
 try:
     from lightning.pytorch import LightningModule, Trainer
@@ -52,6 +56,16 @@ except ModuleNotFoundError as error:
     raise ModuleNotFoundError(needed, name=error.name) from error
 
 _RANDOM = "smpc_random_state"  # in a checkpoint: of every rank
+_LOG, _OUTPUT = "log ", "output"  # names of numbers begin with it
+_LIGHTNINGS_OWN = ("log", *vars(LightningModule()))  # attributes
+_KEPT_IN = {
+    f"{name}_step": f"on_{prefix}_batch_end"
+    for name, prefix in (("training", "train"), ("validation", "validation"), ("test", "test"), ("predict", "predict"))
+}
+_REMEDY = (
+    "pass PipelineStrategy(config, count=...), a function from a batch to what its losses are means over, with weights of classes their "
+    "sum over the batch, or set microbatches: 1"
+)
 
 
 class PipelineStrategy(Strategy):  # type: ignore[misc]
@@ -83,6 +97,7 @@ class PipelineStrategy(Strategy):  # type: ignore[misc]
         super().__init__()
         self._name, self._count = network, count
         self._has_warned = False
+        self._rehearsals: dict[str, Rehearsal] = {}
         self._is_first = True  # whether gradients of the next batch are the first of an update
         self.global_rank, self.local_rank, self.world_size = smp.rank(), smp.local_rank(), smp.size()
         rank_zero_only.rank = self.global_rank
@@ -133,7 +148,8 @@ class PipelineStrategy(Strategy):  # type: ignore[misc]
             setattr(module, self._name, smp.DistributedModel(self.network))
         self.model = module
         if trainer.state.fn == TrainerFn.FITTING:
-            self.setup_optimizers(trainer)
+            with self.standing_in(self.network.get_module()):  # which has children, to make groups of parameters of
+                self.setup_optimizers(trainer)
             if len(self.optimizers) != 1:
                 raise ConfigUnsupportedError(
                     f"configure_optimizers: expected one optimizer with a pipeline, found {len(self.optimizers)}; use parameter groups"
@@ -191,17 +207,37 @@ class PipelineStrategy(Strategy):  # type: ignore[misc]
         whole = not divides(batch)
         run = _run_whole if whole else _run_in_lightning
         total = None if whole else self._counted(batch)
-        output, values, told = run(self.network, batch, self, hook, tuple(rest), divisor, total)
+        self.rehearsal(hook).begin()
+        call = _Call(self, hook, tuple(rest), divisor, total, whole)
+        output, values, told, exact, is_exact = run(self.network, batch, call)
+        known = {name: value.reduce_sum() for name, value in exact.items()} if True in is_exact else {}
         module = _lightning_module(self)
         for name, value in values.items():
             options = told[name][0]
-            kwargs, found = options.kwargs, value
+            kwargs, found = options.kwargs, _put_together_in_lightning(value, told[name], whole=whole)
             if options.size and not whole:
-                sizes = [each.size for each in told[name]]
-                kwargs = {**kwargs, "batch_size": sum(sizes)}
-                found = sum(size * each for size, each in zip(sizes, value, strict=True)) / sum(sizes)
-            module.log(name, _mean_of_outputs(found, whole=whole), *options.args, **kwargs)
-        return _mean_of_outputs(output, whole=whole)
+                kwargs = {**kwargs, "batch_size": sum(each.size for each in told[name])}
+            module.log(name, known.get(f"{_LOG}{name}", found).float(), *options.args, **kwargs)
+        made = _mean_of_outputs(output, whole=whole)
+        return _map_numbers(made, _OUTPUT, lambda name, value: _like(value, known[name]) if known else value)
+
+    def rehearsal(self, hook: str) -> Rehearsal:
+        """Of the module's step of this name."""
+        return self._rehearsals.setdefault(hook, Rehearsal())
+
+    @contextlib.contextmanager
+    def standing_in(self, network: Any) -> Iterator[None]:
+        """What the module finds in this context where it looks for its network."""
+        own = vars(_lightning_module(self))
+        own[str(self._name)] = network  # found before the children
+        try:
+            yield
+        finally:
+            del own[str(self._name)]
+
+    def marks(self) -> dict[str, Any]:
+        """Of the module's attributes that are the script's own."""
+        return marks(_lightning_module(self), (*_LIGHTNINGS_OWN, str(self._name)))
 
     def _counted(self, batch: Any) -> float | None:
         """The count of a batch that is cut; None if all of its microbatches weigh alike."""
@@ -335,6 +371,13 @@ class _Options:
         self.args, self.kwargs = args, kwargs
         self.size = kwargs.get("batch_size")  # what Lightning weighs it by
 
+    @property
+    def rule(self) -> str:
+        """How values of microbatches make the batch's."""
+        given = self.kwargs.get("reduce_fx", "mean")
+        name = str(getattr(given, "__name__", given)).lower()
+        return name if name in ("sum", "max", "min") else "mean"
+
 
 class _Optimizer(smp.DistributedOptimizer):
     """Lightning clears gradients between a forward and its backward, and a pipeline has done both by then.
@@ -356,42 +399,129 @@ class _Optimizer(smp.DistributedOptimizer):
         return found
 
 
-# -- step functions: (network, batch, strategy, name of the module's step, its other arguments, divisor of the loss or 0, the batch's
-# count or None) -----------------------------------------------------------------------------------------------------------------
+# -- step functions ---------------------------------------------------------------------------------------------------------------
 
 
-def _model_body(
-    network: Any,
-    batch: Any,
-    strategy: PipelineStrategy,
-    hook: str,
-    rest: tuple[Any, ...],
-    divisor: int,
-    total: float | None,
-) -> Any:
-    with strategy.collecting() as (values, told):
-        output = getattr(strategy.lightning_module, hook)(batch, *rest)
-    weight = strategy.weight(batch, total)
-    output = _weighed_for_lightning(output, weight)
-    values = {name: each if told[name].size else _weighed_for_lightning(each, weight) for name, each in values.items()}
-    if divisor:
-        loss = output.get("loss") if isinstance(output, Mapping) else output
-        if not isinstance(loss, Tensor):
-            raise UsageError(
-                f"training_step: expected a tensor, or a dict with 'loss', found {type(output).__name__}; a pipeline skips no batch"
+class _Call:
+    """One call of a step of the module: its name, arguments after the batch, the divisor of the loss or 0, the batch's count or None."""
+
+    def __init__(
+        self,
+        strategy: PipelineStrategy,
+        hook: str,
+        rest: tuple[Any, ...],
+        divisor: int,
+        total: float | None,
+        whole: bool,
+    ) -> None:
+        self.strategy, self.hook, self.rest, self.divisor, self.total, self.whole = (
+            strategy,
+            hook,
+            rest,
+            divisor,
+            total,
+            whole,
+        )
+
+    def run(self, network: Any, batch: Any) -> _Ran:
+        """The module's step on a batch or microbatch."""
+        strategy = self.strategy
+        with strategy.collecting() as (values, told), strategy.standing_in(network):
+            output = getattr(strategy.lightning_module, self.hook)(batch, *self.rest)
+        return _Ran(output, values, told)
+
+    def run_microbatch(self, network: Any, batch: Any) -> _Ran:
+        """The module's step on a microbatch, which may change nothing of the module. Raises StepError if it does."""
+        before, heard = self.strategy.marks(), HeardModel(network)
+        ran = self.run(heard, batch)
+        if found := changed(before, self.strategy.marks()):
+            raise StepError(
+                f"{self.hook}: expected no effect but what it returns and logs, found that it changed {', '.join(found)} of the module: a "
+                "pipeline runs it for every microbatch, on the last rank alone. Return what is to be kept, and keep it in "
+                f"{_KEPT_IN.get(self.hook, 'a callback')}, whose outputs every rank is given; of a metric, log what its function returns"
             )
-        network.backward(loss if divisor == 1 else loss / divisor)
-    return output, values, told
+        ran.returned = heard.returned
+        return ran
+
+    def rehearsed(self, network: Any) -> Callable[[Any, Any], dict[str, Tensor]]:
+        """The module's step on a whole batch, whose network has returned what it is given; its numbers."""
+        return lambda batch, output: self.run(HeardModel(network, output), batch).numbers()
+
+
+@dataclass(slots=True)
+class _Ran:
+    """What a step of the module gave. `returned`: by its network."""
+
+    output: Any
+    values: dict[str, Tensor]
+    told: dict[str, _Options]
+    returned: list[Any] = field(default_factory=list)
+
+    def weighed(self, weight: float) -> None:
+        """Make means over the microbatch parts of the mean over the batch."""
+        self.output = _weighed_for_lightning(self.output, weight)
+        self.values = {
+            name: value
+            if self.told[name].size or self.told[name].rule != "mean"
+            else _weighed_for_lightning(value, weight)
+            for name, value in self.values.items()
+        }
+
+    def loss(self) -> Tensor:
+        """What is differentiated."""
+        found = self.output.get("loss") if isinstance(self.output, Mapping) else self.output
+        if not isinstance(found, Tensor):
+            raise UsageError(
+                f"training_step: expected a tensor, or a dict with 'loss', found {type(self.output).__name__}; a pipeline skips no batch"
+            )
+        return found
+
+    def loss_name(self) -> str:
+        """Of the loss among the numbers."""
+        return f"{_OUTPUT}['loss']" if isinstance(self.output, Mapping) else _OUTPUT
+
+    def rules(self) -> dict[str, str]:
+        """How numbers of microbatches make the batch's, by name."""
+        return {f"{_LOG}{name}": options.rule for name, options in self.told.items()}
+
+    def numbers(self) -> dict[str, Tensor]:
+        """All numbers by name."""
+        found = {f"{_LOG}{name}": value for name, value in self.values.items()}
+        _map_numbers(self.output, _OUTPUT, lambda name, value: found.update({name: torch.as_tensor(value)}))
+        return found
+
+
+def _model_body(network: Any, batch: Any, call: _Call) -> Any:
+    strategy = call.strategy
+    ran = call.run_microbatch(network, batch)
+    is_models_own = bool(call.divisor) and any(ran.loss() is each for each in tree_leaves(ran.returned))
+    weight = strategy.weight(batch, call.total)
+    ran.weighed(weight)
+    exact, is_exact = {}, False
+    rehearsal = strategy.rehearsal(call.hook)
+    if not call.whole and not is_models_own and rehearsal.is_due(ran.returned):
+        numbers = ran.numbers()
+        exact = {name: torch.zeros_like(value, dtype=torch.float64) for name, value in numbers.items()}
+        if rehearsal.add(batch, ran.returned[0], numbers, weight):
+            found = rehearsal.run(call.rehearsed(network), ran.rules())
+            if call.divisor:
+                check_loss_is_mean(found, ran.loss_name(), call.hook, _REMEDY)
+            if found is not None and found.other:
+                exact, is_exact = {name: value.double() for name, value in found.exact.items()}, True
+    if call.divisor:
+        loss = ran.loss()
+        network.backward(loss if call.divisor == 1 else loss / call.divisor)
+    return ran.output, ran.values, ran.told, exact, is_exact
 
 
 @smp.step
-def _run_in_lightning(network: Any, batch: Any, strategy: Any, hook: str, rest: Any, divisor: int, total: Any) -> Any:
-    return _model_body(network, batch, strategy, hook, rest, divisor, total)
+def _run_in_lightning(network: Any, batch: Any, call: Any) -> Any:
+    return _model_body(network, batch, call)
 
 
 @smp.step(non_split_inputs=["batch"])
-def _run_whole(network: Any, batch: Any, strategy: Any, hook: str, rest: Any, divisor: int, total: Any) -> Any:
-    return _model_body(network, batch, strategy, hook, rest, divisor, total)
+def _run_whole(network: Any, batch: Any, call: Any) -> Any:
+    return _model_body(network, batch, call)
 
 
 def _weighed_for_lightning(value: Any, weight: float) -> Any:
@@ -401,6 +531,34 @@ def _weighed_for_lightning(value: Any, weight: float) -> Any:
     if isinstance(value, Mapping):
         return {name: _weighed_for_lightning(each, weight) for name, each in value.items()}
     return value * weight if isinstance(value, Tensor) and not value.dim() else value
+
+
+def _put_together_in_lightning(value: Any, told: list[_Options], *, whole: bool) -> Tensor:
+    """What was logged in the microbatches as the batch's."""
+    outputs: list[Tensor] = list(value)
+    if whole:
+        return outputs[0]
+    sizes = [each.size for each in told if each.size]
+    if len(sizes) == len(outputs):
+        weighed = [size * each for size, each in zip(sizes, outputs, strict=True)]
+        mean: Tensor = torch.stack(weighed).sum() / sum(sizes)
+        return mean
+    return put_together(outputs, told[0].rule)
+
+
+def _map_numbers(value: Any, name: str, function: Callable[[str, Any], Any]) -> Any:
+    """A step's output with `function(name, number)` in place of every number, a tensor or not."""
+    if isinstance(value, Mapping):
+        return {key: _map_numbers(each, f"{name}[{key!r}]", function) for key, each in value.items()}
+    if isinstance(value, (list, tuple)):
+        return type(value)(_map_numbers(each, f"{name}[{index}]", function) for index, each in enumerate(value))
+    is_number = not value.dim() if isinstance(value, Tensor) else type(value) in (int, float)
+    return function(name, value) if is_number else value
+
+
+def _like(value: Any, exact: Tensor) -> Any:
+    """The number of a batch in the form of a microbatch's."""
+    return exact.to(value.dtype) if isinstance(value, Tensor) else type(value)(exact)
 
 
 def _mean_of_outputs(value: Any, *, whole: bool) -> Any:
