@@ -91,21 +91,7 @@ class RankPrograms:
         *,
         has_generators: bool,
     ) -> None:
-        if compilation.sharded is not None and GROUP not in vars(model):
-            raise UsageError(
-                "expected a model whose parameters are slices, as the compilation is tensor parallel, found a whole one; call "
-                "smpc.tensor_parallel.place(model, compilation.sharded, group) first"
-            )
-        if compilation.divided is not None:
-            raise UsageError(
-                "expected a compilation with the model's own experts, found one that divides them: it is a plan; to run "
-                "one, call smpc.expert_parallel.shard(model, group), and compile the result without expert_parallel_degree"
-            )
-        if compilation.context is not None and group_attribute(CONTEXT) not in vars(model):
-            raise UsageError(
-                "expected a model that knows the ranks it shares sequences with, as the compilation is context parallel, found one that "
-                "does not; call smpc.context_parallel.place(model, compilation.context, group) first"
-            )
+        _check_model(model, compilation)
         self.model = model
         self.trace, self.copied_outputs = compilation.trace, copied_outputs(compilation.trace, compilation.plan)
         self.environment = compilation.environment
@@ -604,6 +590,25 @@ def _written_inputs(trace: Trace) -> tuple[str, ...]:
     """Inputs that the model changes in place, by placeholder name."""
     written = {trace.node(name).storage for node in trace.nodes for name in node.mutates}
     return tuple(node.name for node in trace.nodes if node.kind is NodeKind.PLACEHOLDER and node.storage in written)
+
+
+def _check_model(model: nn.Module, compilation: Compilation) -> None:
+    """Raise UsageError for a model that is not placed as the compilation says."""
+    if compilation.sharded is not None and GROUP not in vars(model):
+        raise UsageError(
+            "expected a model whose parameters are slices, as the compilation is tensor parallel, found a whole one; call "
+            "smpc.tensor_parallel.place(model, compilation.sharded, group) first"
+        )
+    if compilation.divided is not None:
+        raise UsageError(
+            "expected a compilation with the model's own experts, found one that divides them: it is a plan; to run "
+            "one, call smpc.expert_parallel.shard(model, group), and compile the result without expert_parallel_degree"
+        )
+    if compilation.context is not None and group_attribute(CONTEXT) not in vars(model):
+        raise UsageError(
+            "expected a model that knows the ranks it shares sequences with, as the compilation is context parallel, found one that "
+            "does not; call smpc.context_parallel.place(model, compilation.context, group) first"
+        )
 
 
 def restored(
