@@ -43,6 +43,7 @@ from smpc.tracer.ir import Node, StateSpec
 from smpc.tracer.operations.opaque import Run, WholeCall
 from smpc.tracer.recording.nodes import OpenCall
 from smpc.tracer.recording.untraceable import current_line
+from smpc.tracer.state.attribute_memory import Extent, Keeping
 from smpc.tracer.state.fakes import FakeState
 
 if TYPE_CHECKING:
@@ -167,6 +168,7 @@ class EffectWatch:
         self._keeping: list[int] = []  # storages of state that autograd keeps for the call that is being recorded
         self._kept: dict[int, dict[str, str]] = {}  # storage -> nodes, each with where it is
         self._overwritten: dict[int, str] = {}
+        self.attributes = Keeping()
         self.converted: dict[int, None] = {}  # ids of modules, see `smpc.tracer.effects.side_effects`
 
     @contextmanager
@@ -224,6 +226,7 @@ class EffectWatch:
         for storage in self._keeping:
             self._kept.setdefault(storage, {}).setdefault(name, self._here())
         self._keeping.clear()
+        self.attributes.node_added(name, self._here())
         is_inside = torch_calls.in_kernel() or self._recorder.muted  # transforms have settings of their own
         changed = "" if is_inside else torch_calls.changed_setting(self._settings, torch_calls.settings())
         if changed:
@@ -252,17 +255,24 @@ class EffectWatch:
         for storage in storages:
             self._overwritten.setdefault(storage, self._here())
 
+    def note_attributes(self, kept: Iterable[tuple[Extent, str]], written: Iterable[Extent]) -> None:
+        """A module that is called whole has autograd keep memory of attributes, and writes into that of others."""
+        for extent, name in kept:
+            self.attributes.keep(extent, name)
+        self.attributes.write(written, self._here())
+
     def overwritten(
         self, specs: Sequence[StateSpec], nodes: Sequence[Node], outputs: Sequence[Any]
     ) -> tuple[tuple[str, str, str], ...]:
-        """Parameters and buffers that the backward needs and that forward overwrites: name, where it is read, where it is written."""
+        """State and attributes that the backward needs and that forward overwrites: name, where it is read, where it is written."""
         both = [spec for spec in specs if spec.storage in self._kept and spec.storage in self._overwritten]
-        reached = differentiated(nodes, references(outputs)) if both else frozenset()
+        is_any = both or self.attributes
+        reached = differentiated(nodes, references(outputs)) if is_any else frozenset()
         found = []
         for spec in both:
             needed = [where for name, where in self._kept[spec.storage].items() if name in reached]
             found += [(spec.name, where, self._overwritten[spec.storage]) for where in needed[:1]]
-        return tuple(found)
+        return (*found, *self.attributes.overwritten(reached))
 
     def enter(self, opened: OpenCall) -> None:
         """A module's code starts."""

@@ -62,7 +62,7 @@ MAX_CONSTANT = 4096  # elements: a trace is text
 _LIFTS = (torch.ops.aten.lift_fresh.default, torch.ops.aten.lift_fresh_copy.default, torch.ops.aten.lift.default)
 _ON_ELEMENTS = ("apply_", "map2_", "map_", "__dlpack__")
 _TEXT = ("__repr__", "__format__")
-_GIVING_VALUES = ("tolist", "numpy", "__dlpack__", *_TEXT)  # to Python or others
+_GIVING_VALUES = ("tolist", "numpy", "__array__", "__dlpack__", *_TEXT)  # to Python or others
 
 
 def in_kernel() -> bool:

@@ -8,8 +8,9 @@ from, in this order,
     2. a run over fake tensors, where only its backward could not be recorded;
     3. real runs on the CPU, on copies with invented parameters and inputs.
 
-What a real run writes is told by autograd's version counters, and by the bytes of inputs, parameters and buffers before and after it:
-`self.scale.numpy()[0] = 2.0` counts no version, nor does what ctypes does at a `data_ptr`. Parameters above 2**24 elements are left out.
+What a real run writes is told by autograd's version counters, and by the bytes of inputs, parameters, buffers and attributes before and
+after it: `self.scale.numpy()[0] = 2.0` counts no version, nor does what ctypes does at a `data_ptr`. Parameters above 2**24 elements are
+zeros in pages that nobody has written; the kernel tells which of them have been written since, so that nobody has to read them.
 
 Two real runs on different values must agree on shapes and on everything that is no tensor: a list of expert loads, say, would be a
 constant in the trace. If they do not, the module is no leaf, and the one that calls it is tried.
@@ -40,6 +41,7 @@ from __future__ import annotations
 
 import copy
 import ctypes
+import dataclasses
 import math
 import mmap
 import zlib
@@ -48,6 +50,7 @@ from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
+import numpy
 import torch
 from torch import Tensor, nn
 from torch._C._functorch import is_functorch_wrapped_tensor
@@ -61,6 +64,7 @@ from smpc.tracer.effects.differentiation import joined
 from smpc.tracer.effects.torch_calls import statistics_of, tensors_in, version_of, written_by
 from smpc.tracer.ir import TensorSpec
 from smpc.tracer.operations.meter import Meter
+from smpc.tracer.state.attribute_memory import AttributeMemory
 from smpc.tracer.state.fakes import FakeState
 from smpc.tracer.structure import Structure, flatten
 
@@ -74,6 +78,7 @@ M = TypeVar("M", bound=type[nn.Module])
 _RULE = "_smpc_shape_rule"
 _SMALL_SIZES = (6, 10, 14)
 _LARGE_PARAMETER = 1 << 24  # elements above which a parameter is zero in a real run
+_EXCLUSIVE, _SWAPPED = 1 << 56, 1 << 62  # of an entry in /proc/self/pagemap
 _LARGE = 1 << 20  # elements of all inputs together above which a real run is made on small ones
 
 
@@ -105,6 +110,8 @@ class Probe:
     saved: list[tuple[int, int]]  # (position of the input whose memory it is, or -1; bytes)
     written: list[int]  # positions, among inputs and then state, of the tensors written in place
     kept: list[int]  # and of the parameters and buffers that autograd keeps for the backward
+    written_attributes: list[str]  # paths of other attributes of the module, written in place
+    kept_attributes: list[str]  # and of those that autograd keeps
     flops: int
     random: bool
     reached: list[
@@ -175,13 +182,17 @@ def _real_run(
         owned = {t.untyped_storage()._cdata: count + i for i, t in enumerate(real_state)}
         positions = {t.untyped_storage()._cdata: i for i, t in enumerate(inputs) if isinstance(t, torch.Tensor)}
         written = _Written([*(t for t in inputs if isinstance(t, torch.Tensor)), *real_state])
-        reached = _Reached(state)
+        reached, attributes, held = _Reached(state), AttributeMemory(copied), dict[int, str]()
 
         def note(tensor: torch.Tensor) -> torch.Tensor:
             storage = tensor.untyped_storage()
             if storage._cdata in owned:
                 reached.keep(storage._cdata)
-            elif storage._cdata not in seen:
+                return tensor
+            if path := attributes.at(tensor):
+                held[storage._cdata] = path
+                reached.keep(storage._cdata)
+            if storage._cdata not in seen:
                 seen[storage._cdata] = storage
                 saved.append((positions.get(storage._cdata, -1), storage.nbytes()))
             return tensor
@@ -203,8 +214,12 @@ def _real_run(
             else TensorSpec.of(leaf)
             for leaf in found
         ]
-    kept = list(dict.fromkeys(owned[storage] for storage in reached.kept()))
-    return Probe(described, shape, saved, written.positions(), kept, meter.flops, meter.random, reached.found)
+        changed, found_written = attributes.written(), written.positions()
+    kept = list(dict.fromkeys(owned[storage] for storage in reached.kept() if storage in owned))
+    needed = list(dict.fromkeys(held[storage] for storage in reached.kept() if storage in held))
+    return Probe(
+        described, shape, saved, found_written, kept, changed, needed, meter.flops, meter.random, reached.found
+    )
 
 
 def _check_types(module: nn.Module, state: Sequence[Tensor], types: Sequence[torch.dtype]) -> None:
@@ -263,12 +278,30 @@ class _Written:
 
 
 def _digest(tensor: Tensor) -> int:
-    """Of a tensor's memory; 0 for a large parameter, whose zeros may be more than the machine has, and without memory."""
-    is_large = isinstance(tensor, nn.Parameter) and tensor.numel() > _LARGE_PARAMETER
-    if is_large or tensor.layout is not torch.strided or not tensor.numel():
+    """Of a tensor's memory; 0 if it has none. Of a large parameter, whose zeros may be more than the machine has, how much was written."""
+    if tensor.layout is not torch.strided or not tensor.numel():
         return 0
     storage = tensor.untyped_storage()
+    if isinstance(tensor, nn.Parameter) and tensor.numel() > _LARGE_PARAMETER:
+        pages = _written_pages(storage.data_ptr(), storage.nbytes())
+        if pages is not None:
+            return pages
     return zlib.crc32((ctypes.c_ubyte * storage.nbytes()).from_address(storage.data_ptr()))
+
+
+def _written_pages(address: int, num_bytes: int) -> int | None:
+    """How many pages from there on the process has written, zeros too; None where the kernel does not tell (it is not Linux).
+
+    A page that was only read is the kernel's page of zeros, which nobody has to himself. (Linux: admin-guide/mm/pagemap.rst)
+    """
+    first, end = address // mmap.PAGESIZE, -(-(address + num_bytes) // mmap.PAGESIZE)
+    try:
+        with open("/proc/self/pagemap", "rb") as pagemap:
+            pagemap.seek(8 * first)
+            entries = numpy.frombuffer(pagemap.read(8 * (end - first)), dtype=numpy.uint64)
+    except OSError:
+        return None
+    return int(numpy.count_nonzero(entries & numpy.uint64(_EXCLUSIVE | _SWAPPED))) if len(entries) else None
 
 
 class _InventedValues:
@@ -309,6 +342,8 @@ def _unwritten_zeros(like: torch.Tensor) -> torch.Tensor:
     """
     flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | getattr(mmap, "MAP_NORESERVE", 0)
     pages = mmap.mmap(-1, like.numel() * like.element_size(), flags=flags)
+    if hasattr(mmap, "MADV_NOHUGEPAGE"):
+        pages.madvise(mmap.MADV_NOHUGEPAGE)  # what reads one byte of a large page would have all of it
     return torch.frombuffer(pages, dtype=torch.uint8).view(like.dtype).view(like.shape)
 
 
@@ -330,7 +365,7 @@ def _extend_probe(runs: list[Probe], size: int, class_name: str) -> Probe:
         totals = [sum(num_bytes for p, num_bytes in run.saved if p == position) for run in runs]
         saved.append((position, _about(totals, size)))
     flops = _about([run.flops for run in runs], size)
-    return Probe(leaves, first.structure, saved, first.written, first.kept, flops, first.random, first.reached)
+    return dataclasses.replace(first, leaves=leaves, saved=saved, flops=flops)
 
 
 def _about(values: list[int], size: int) -> int:
@@ -400,6 +435,7 @@ class WholeCall:
         self.seeds = ""
         self.generators: dict[str, None] = {}
         self.failure: TraceError | None = None
+        self.writes_attributes = False
 
     def refuse(self, why: str, way_out: str) -> NoReturn:
         """Raises an error of the module around, about what this one does."""
@@ -486,6 +522,7 @@ class WholeCall:
                 self.generators[f"torch.Generator at {id(value):#x}"] = None
 
     def _note_written(self, tensors: Sequence[Tensor]) -> None:
+        self.writes_attributes |= bool(self._recorder.attributes.written(tensors))
         for tensor in tensors:
             if tensor.layout is torch.strided:
                 self.written.update(dict.fromkeys(self._in_memory.get(tensor.untyped_storage()._cdata, ())))
@@ -501,6 +538,42 @@ class WholeCall:
 
     def _state_name(self, target: Any) -> str:
         return self._recorder.state.names.get(id(target), "")
+
+
+class WholeAttributes:
+    """What a module that is called whole does with the memory of its attributes. Made before it runs."""
+
+    def __init__(self, recorder: Recorder, whole: WholeCall, module: nn.Module) -> None:
+        self._recorder, self._whole = recorder, whole
+        with torch._C.DisableTorchFunction(), unset_fake_temporarily():
+            self._memory = AttributeMemory(module)
+
+    def note_run(self, probe: Callable[[], Probe]) -> None:
+        """After a run over fakes: if it has written into attributes, a real run says what autograd keeps of their memory."""
+        recorder, meter = self._recorder, self._recorder.meter
+        with torch._C.DisableTorchFunction(), unset_fake_temporarily():
+            by_calls = self._whole.writes_attributes or recorder.attributes.written(meter.written)
+            writes = by_calls or self._memory.written()
+            self._memory.restore()
+        if not (writes and torch.is_grad_enabled()):
+            return
+        recorder.attributes.restore()
+        measured = meter.flops, meter.random, meter.written
+        try:
+            self.note(probe())
+        except Exception:  # of the module, on invented values: then all of it may be kept
+            extents = self._memory.extents
+            recorder.watch.note_attributes([(extents[path], self._name(path)) for path in extents], extents.values())
+        meter.flops, meter.random, meter.written = measured
+
+    def note(self, found: Probe) -> None:
+        """After a real run."""
+        extents = self._memory.extents
+        kept = [(extents[path], self._name(path)) for path in found.kept_attributes]
+        self._recorder.watch.note_attributes(kept, [extents[path] for path in found.written_attributes])
+
+    def _name(self, path: str) -> str:
+        return f"{self._whole.fqn}.{path}" if self._whole.fqn else path
 
 
 _PLAIN_TYPES = (type(None), bool, int, float, complex, str, torch.dtype)

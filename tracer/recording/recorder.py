@@ -30,7 +30,7 @@ from smpc.tracer.environment.reads import Reads
 from smpc.tracer.input_guards import Answers, Questions, is_fixed
 from smpc.tracer.ir import STRIDED_VIEW, ModuleCall, Node, NodeKind, TensorSpec, Trace, strided_view_arguments
 from smpc.tracer.operations.meter import WAY_OUT, DtypeError, Meter, moved_bytes, touched_bytes
-from smpc.tracer.operations.opaque import Probes, WholeCall, fake_of, shape_rule
+from smpc.tracer.operations.opaque import Probes, WholeAttributes, WholeCall, fake_of, shape_rule
 from smpc.tracer.operations.values import (
     REQUIRE,
     UNTRACEABLE,
@@ -212,7 +212,9 @@ class Recorder(TorchFunctionMode):
                 return self._run(func, args, kwargs)
             if torch_calls.is_of_memory(func) and is_users(sys._getframe(2)):
                 raise self.error(f"torch.Tensor.{func.__name__} says where a tensor is in memory")  # a fake is nowhere
-            self.attributes.note(tensors_in((args, kwargs)))
+            given = list(tensors_in((args, kwargs)))
+            self.attributes.note(given)
+            self.attributes.note_outside(given)
             return self._inside(func, args, kwargs)
         if torch_calls.in_kernel():
             return self._in_kernel(func, args, kwargs)
@@ -276,7 +278,7 @@ class Recorder(TorchFunctionMode):
 
     def _check_attributes(self, written: str) -> None:
         if written:
-            raise self.error(f"forward writes into {written}, a tensor that is no buffer", way_out=_REGISTER)
+            raise self.error(f"forward writes into {written}", way_out=_REGISTER)
 
     def _note_moved(self, tensor: torch.Tensor) -> None:
         name = self.state.names.get(id(tensor), "")
@@ -405,6 +407,9 @@ class Recorder(TorchFunctionMode):
             self.watch.note_kept(storage)
         else:
             self._saved.append(storage)
+            found = self.attributes.extent(tensor)
+            if found is not None:
+                self.watch.attributes.keep(*found)
         return tensor
 
     def amend_saved(self, position: int, tensors: Sequence[torch.Tensor]) -> None:
@@ -561,10 +566,14 @@ class Recorder(TorchFunctionMode):
         rule = shape_rule(module)
         if rule is not None:
             return rule(module, *args, **kwargs), []
+        attributes = WholeAttributes(self, whole, module)
         try:
-            return run(), []
+            out = run()
         except Exception:  # fakes will not do: run it for real
             self._saved = []
+        else:
+            attributes.note_run(lambda: self.probes.of(module, args, kwargs, self.state, self.meter))
+            return out, []
         if whole.failure is not None:
             raise whole.failure
         whole.is_real = True
@@ -577,6 +586,7 @@ class Recorder(TorchFunctionMode):
         inputs = flatten((args, kwargs))[0]
         tensors = [*tensors_in(inputs), *module.parameters(), *module.buffers()]
         self.meter.flops, self.meter.random = found.flops, found.random
+        attributes.note(found)
         for position in found.kept:
             self.watch.note_kept(self._tensors.storage(tensors[position]))
         for position, num_bytes in found.saved:
@@ -652,6 +662,7 @@ class Recorder(TorchFunctionMode):
             if torch_calls.constant(tensor) is None:
                 raise self._unknown(tensor, where)
             name = self.add_constant(tensor, tensor)
+            self.attributes.note_outside([tensor])
             self._tensors.forget(tensor)  # a global, made again for each use, so that modules stay intact
             self._globals[name] = None
             return name
