@@ -5,7 +5,6 @@ import torch
 
 pytest.importorskip("accelerate")
 
-from accelerate import Accelerator
 from accelerate.utils import ProjectConfiguration
 from accelerate_jobs import SPLIT, start, train
 from executor_harness import run_workers
@@ -154,41 +153,3 @@ def test_a_pipeline_counts_as_one_process(tmp_path):
         assert names == [["a", "b"], {"name": "c"}]
         assert triggers == [True, False]
         assert rates == expected + expected[-1:] * 2  # accelerate stops there
-
-
-def replicate_rates(rank, folder):
-    as_rank(rank, 2)
-    smp.init({"pipeline_parallel_degree": 1, "ddp": True})
-    accelerator = PipelineAccelerator(cpu=True, gradient_accumulation_steps=2)
-    module = torch.nn.Linear(4, 1)
-    model, optimizer = accelerator.prepare(module, torch.optim.SGD(module.parameters(), lr=0.1))
-    scheduler = accelerator.prepare(torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.5, total_steps=12))
-    names, rates = accelerator.gather_for_metrics([f"rank {rank}"]), []
-    for _ in range(8):
-        with accelerator.accumulate(model):
-            scheduler.step()
-        rates.append(scheduler.get_last_lr()[0])
-    return names, rates
-
-
-def plain_rates(rank, folder):
-    as_rank(rank, 2)
-    start(None, gradient_accumulation_steps=2)
-    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
-    module = torch.nn.Linear(4, 1)
-    model, optimizer = accelerator.prepare(module, torch.optim.SGD(module.parameters(), lr=0.1))
-    scheduler = accelerator.prepare(torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.5, total_steps=12))
-    rates = []
-    for _ in range(8):
-        with accelerator.accumulate(model):
-            scheduler.step()
-        rates.append(scheduler.get_last_lr()[0])
-    return rates
-
-
-def test_schedules_of_replicas_step_as_accelerates_do(tmp_path):
-    """A batch that is accumulated had counted once for each replica, so that a schedule with an end came to it too early."""
-    expected = run_workers(plain_rates, 2, tmp_path)[0]
-    for names, rates in run_workers(replicate_rates, 2, tmp_path):
-        assert names == ["rank 0", "rank 1"]
-        assert rates == expected
