@@ -34,6 +34,7 @@ def check(found, expected):
         torch.testing.assert_close(found["weights"][key], value, rtol=1e-3, atol=1e-3)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("names", [["gpt2"], pytest.param(["vit", "llama", "bert"], marks=pytest.mark.slow)])
 def test_a_loop_of_accelerate_trains_as_in_one_process(tmp_path, names):
     expected = {name: train(name, tmp_path / "plain" / name) for name in names}

@@ -36,6 +36,7 @@ def fit_all(rank, folder):
     return found
 
 
+@pytest.mark.long
 def test_numbers_of_a_batch_are_those_of_one_process(tmp_path):
     """Sums, extremes, deviations and numbers of rows had been the mean over the microbatches; `self.net[0]` had been a TypeError."""
     expected = {name: fit(kind, tmp_path / f"plain_{name}") for name, (kind, _) in CASES.items()}
@@ -85,6 +86,7 @@ def refuse_all(rank, folder):
     return found
 
 
+@pytest.mark.long
 def test_other_losses_and_what_steps_keep_are_errors_on_every_rank(tmp_path):
     """Losses had been means of means; rank 0 had found nothing in lists and metrics that steps had filled on the last rank."""
     pytest.importorskip("torchmetrics")
@@ -123,6 +125,7 @@ def as_pipeline(rank, folder):
     return train_groups(folder, PipelineTrainer, PIPELINE)
 
 
+@pytest.mark.long
 def test_a_trainer_that_makes_its_own_optimizer(tmp_path):
     """The optimizer had no `forget`, which is the integration's own: an AttributeError."""
     expected = train_groups(tmp_path / "plain", Trainer)
