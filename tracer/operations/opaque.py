@@ -206,20 +206,19 @@ def _real_run(
         _check_types(module, real_state, types)
         found, shape = flatten(output)
         same = {id(t): i for i, t in enumerate(inputs) if isinstance(t, torch.Tensor)}
-        described = [
-            leaf
-            if not isinstance(leaf, torch.Tensor)
-            else Same(same[id(leaf)])
-            if id(leaf) in same
-            else TensorSpec.of(leaf)
-            for leaf in found
-        ]
+        described = [_described_output(leaf, same) for leaf in found]
         changed, found_written = attributes.written(), written.positions()
     kept = list(dict.fromkeys(owned[storage] for storage in reached.kept() if storage in owned))
     needed = list(dict.fromkeys(held[storage] for storage in reached.kept() if storage in held))
     return Probe(
         described, shape, saved, found_written, kept, changed, needed, meter.flops, meter.random, reached.found
     )
+
+
+def _described_output(leaf: Any, same: Mapping[int, int]) -> Any:
+    if not isinstance(leaf, torch.Tensor):
+        return leaf
+    return Same(same[id(leaf)]) if id(leaf) in same else TensorSpec.of(leaf)
 
 
 def _check_types(module: nn.Module, state: Sequence[Tensor], types: Sequence[torch.dtype]) -> None:
