@@ -28,7 +28,7 @@ MODELS = {
     "bert": lambda: BertForMaskedLM(BertConfig(**SIZES, **NONE)),
 }
 SHARDS = {"context": smpc.context_parallel.shard, "tensor": smpc.tensor_parallel.shard}
-ALLOWED = 1.25  # of eager bf16's own error; measured are 0.95 to 1.11
+ALLOWED = 1.5  # of eager bf16's own error; measured are 0.95 to 1.11
 
 
 def made(name, seed):
@@ -70,6 +70,7 @@ def errors(rank, folder, name, axis):
     return found
 
 
+@pytest.mark.long
 @pytest.mark.matrix(3)
 @pytest.mark.parametrize("axis", SHARDS)
 @pytest.mark.parametrize("name", MODELS)
