@@ -130,17 +130,20 @@ class LiveBytes(TorchDispatchMode):
         self._known: dict[int, int] = {}
         self._gathered: list[torch.UntypedStorage] = []
         self._found: list[weakref.ref[torch.UntypedStorage]] = []  # what was there, some of which may be emptied later
-        for tensor in held:
-            self._note(local(tensor).untyped_storage())
+        self._note_held(held)
 
     def go_on(self, held: Iterable[Tensor]) -> None:
         """Before it is entered once more: what it has seen is known, what is gone since is not there, and `held` counts too."""
-        for tensor in held:
-            self._note(local(tensor).untyped_storage())
+        self._note_held(held)
         found = [storage for ref in self._found if (storage := ref()) is not None]
         for storage in (*self._gathered, *found):
             self._note(storage)
         self.peak = self.live
+
+    def _note_held(self, held: Iterable[Tensor]) -> None:
+        for tensor in map(local, held):
+            if tensor.layout is torch.strided:
+                self._note(tensor.untyped_storage())
 
     def _note(self, storage: torch.UntypedStorage, *, was_there: bool = False) -> None:
         key, num_bytes = storage._cdata, storage.nbytes()
@@ -183,5 +186,7 @@ class LiveBytes(TorchDispatchMode):
 
 
 def _is_counted(leaf: object) -> TypeGuard[Tensor]:
-    """Whether it is a tensor on the CPU whose memory torch allocated."""
-    return isinstance(leaf, Tensor) and leaf.device.type == "cpu" and leaf.untyped_storage().resizable()
+    """Whether it is a tensor on the CPU whose memory torch allocated. The parts of sparse ones have been made by themselves."""
+    if not (isinstance(leaf, Tensor) and leaf.device.type == "cpu" and leaf.layout is torch.strided):
+        return False
+    return leaf.untyped_storage().resizable()

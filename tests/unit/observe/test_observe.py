@@ -287,3 +287,12 @@ def test_what_the_launcher_asks_for():
     assert Observation.read({"SMPC_OBSERVE": "here"}).window == Window()
     assert [step for step in range(10) if step in asked.window] == [5, 6, 7]
     assert dataclasses.astuple(Window.parse("5:8")) == (5, 8)
+
+
+def test_memory_is_counted_of_steps_with_sparse_tensors():
+    """A sparse tensor has no storage of its own: observing a model with sparse gradients ended its training."""
+    table = nn.Embedding(1000, 8, sparse=True)
+    with LiveBytes([table.weight, torch.eye(4).to_sparse()]) as counter:
+        table(torch.tensor([1, 2])).sum().backward()
+    assert table.weight.grad.is_sparse
+    assert counter.peak - table.weight.nbytes >= table.weight.grad._values().nbytes

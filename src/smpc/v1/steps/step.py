@@ -221,7 +221,9 @@ def _tensors(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Tensor]:
 
 
 def _bytes_on(device: torch.device, tensors: Iterable[Tensor]) -> int:
+    """Of their memory; sparse and nested tensors are left out."""
+    plain = [tensor for tensor in tensors if tensor.layout is torch.strided and not tensor.is_nested]
     storages = {
-        tensor.untyped_storage().data_ptr(): tensor.untyped_storage() for tensor in tensors if tensor.device == device
+        found._cdata: found for tensor in plain if tensor.device == device if (found := tensor.untyped_storage())
     }
-    return sum(storage.nbytes() for storage in storages.values())
+    return sum(found.nbytes() for found in storages.values())
