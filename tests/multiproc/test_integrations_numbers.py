@@ -99,6 +99,20 @@ def test_other_losses_and_what_steps_keep_are_errors_on_every_rank(tmp_path):
         assert "num_items_in_batch" in found["WeightedTrainer"]
 
 
+def fit_alone(rank, folder):
+    as_rank(rank, 1)
+    found = fit(Keeps, folder / "alone", {"microbatches": 1})
+    smp.shutdown()
+    return found["lines"]
+
+
+def test_steps_that_run_as_in_one_process_may_keep_what_they_like(tmp_path):
+    expected = fit(Keeps, tmp_path / "plain")["lines"]
+    for lines in run_workers(fit_alone, 1, tmp_path):
+        for own, other in zip(lines, expected, strict=True):
+            assert own == pytest.approx(other, rel=1e-5)
+
+
 class GroupsTrainer(Trainer):
     """Makes its own optimizer, as the Trainer's pages have it."""
 

@@ -203,8 +203,18 @@ def _weighed_numbers(output: Any, weight: float) -> Any:
 # -- effects ----------------------------------------------------------------------------------------------------------------
 
 
+def _runs_apart() -> bool:
+    """Whether a step's code runs on some ranks alone, or once for each of several microbatches."""
+    return bool(smp.pp_size() > 1 or smp.state.cfg.microbatches > 1)
+
+
 def marks(owner: object, without: Iterable[str], depth: int = 3) -> dict[str, Any]:
-    """Of the attributes of an object, but for those; two results are equal if none has changed in between, so deep inside."""
+    """Of the attributes of an object, but for those; two results are equal if none has changed in between, so deep inside.
+
+    Nothing, where the code runs as in one process.
+    """
+    if not _runs_apart():
+        return {}
     left_out = set(without)
     own = {**vars(owner), **(vars(owner).get("_modules") or {}), **(vars(owner).get("_buffers") or {})}
     return {name: _mark(value, depth) for name, value in own.items() if name not in left_out}

@@ -38,6 +38,7 @@ from smpc.tracer.ir import Autocast
 from smpc.v1.steps.arguments import Arguments, StepBody, on_device
 from smpc.v1.steps.calls import Gradients, KeptOutputs, LocalCall, Tensors, check_loss, make_roots
 from smpc.v1.steps.context import StepContext
+from smpc.v1.steps.conversions import conversions_refused
 from smpc.v1.steps.programs.signature import ModeReader, Signature, read_signature
 from smpc.v1.steps.results import Losses, agree, read_results, take
 from smpc.v1.steps.same_layers import SameLayers
@@ -52,11 +53,17 @@ class Direct:
         self._first_node = 0  # of autograd, after the module's last call
         self._is_open = False  # the module was called, and no gradient has come back
         self._is_reducing = False
+        self._is_first = hooks is not None
 
     def forward(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """The module's output."""
         with self._supervised():
-            return self._forward(args, kwargs)
+            if not self._is_first:
+                return self._forward(args, kwargs)
+            with conversions_refused(self._module):
+                found = self._forward(args, kwargs)
+            self._is_first = False
+            return found
 
     def _forward(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         hooks = self._hooks
@@ -147,6 +154,7 @@ class Single:
             SameLayers(context.module, context.session.groups[Axis.TP])
         self._first_modes = self._modes.read()
         self._evaluations: set[int] = set()  # step functions that were never followed by a backward
+        self._is_first = replicas is not None
         self.direct = Direct(context, replicas)  # outside of steps
         self.observed: Signature | None = None  # of the microbatches of the last training step that was observed
         self.keeps_outputs = False  # the step function of that step, in its backward
@@ -184,7 +192,15 @@ class Single:
                     supervision.report(failure)  # ranks outside of the group would wait for this one
                 raise failure
             with supervision.guard():
+                if self._is_first:
+                    return self._run_first(body, microbatches, watch)
                 return self._run(body, microbatches, watch)
+
+    def _run_first(self, body: StepBody, microbatches: list[Arguments], watch: StepWatch) -> tuple[object, int]:
+        with conversions_refused(self._context.module):
+            found = self._run(body, microbatches, watch)
+        self._is_first = False
+        return found
 
     def _run(self, body: StepBody, microbatches: list[Arguments], watch: StepWatch) -> tuple[object, int]:
         context = self._context
