@@ -89,13 +89,15 @@ def keeps_the_loss(model, batch):
     return loss
 
 
-def train(rank, folder, config, make, keeps):
+def train(rank, folder, config, make, keeps, momentum=None):
     """(rank, predicted bytes, measured bytes) of all ranks, each of which gives the step a batch of its own."""
     smp.init(config)
     torch.manual_seed(0)
     module = make()
     model = smp.DistributedModel(module)
-    optimizer = smp.DistributedOptimizer(torch.optim.AdamW(model.parameters()))
+    adam, sgd = torch.optim.AdamW, torch.optim.SGD
+    inner = adam(model.parameters()) if momentum is None else sgd(model.parameters(), lr=0.01, momentum=momentum)
+    optimizer = smp.DistributedOptimizer(inner)
     for number in range(3):
         if number == 1:
             model.observe(1)  # memory in this step, times in the next one
@@ -120,4 +122,13 @@ def train(rank, folder, config, make, keeps):
 def test_what_a_script_holds_is_predicted(tmp_path, config, make, keeps):
     """Outputs and batches were left out: up to 13% too little. What LSTMs keep counted once more as a gradient: 20% too much."""
     for what, predicted, measured in run_workers(train, 2, tmp_path, config, make, keeps)[0]:
+        assert predicted == pytest.approx(measured, rel=0.03), what
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("config", [PIPELINE, ALONE, PIPELINE | {"bf16": True}], ids=["pipeline", "sharded", "bf16"])
+@pytest.mark.parametrize("momentum", [0, 0.9])
+def test_the_scripts_own_optimizer_is_predicted(tmp_path, config, momentum):
+    """It was taken for Adam, in every script."""
+    for what, predicted, measured in run_workers(train, 2, tmp_path, config, Text, True, momentum)[0]:
         assert predicted == pytest.approx(measured, rel=0.03), what

@@ -16,6 +16,7 @@ from smpc.config.planner import CONTEXT_LAYOUTS, CONTEXT_METHODS, PlannerKeys
 
 if TYPE_CHECKING:
     from smpc.partitioner.costs.device import Device
+    from smpc.partitioner.costs.optimizers import Optimizer
     from smpc.partitioner.manual import ManualPartition
 
 
@@ -35,7 +36,7 @@ class CompilationKeys(PlannerKeys):
             is_searched=True,
         ),
     )
-    optimizer: str = key(
+    optimizer: str | Optimizer = key(
         "adam",
         "What memory is predicted for: sgd, sgd-momentum, adam, adamw, adamw-fp32-master and others (docs/planner.md)",
         flag=Flag(

@@ -168,7 +168,7 @@ def _trajectories(
     optimizer: Optimizer, dtype: torch.dtype, device: torch.device, alone: int | None
 ) -> tuple[list[Tensor], list[list[Tensor]]]:
     """Some parameters of a small copy of the optimizer, and what they are after each step; only the one called `alone` has gradients."""
-    trial, tried = _small_copy(optimizer, dtype, device)
+    trial, tried = small_copy(optimizer, dtype, device)
     generator = torch.Generator().manual_seed(0)
     directions = [torch.randn(value.shape, generator=generator, dtype=torch.float64) for value in tried]
     start, found = [value.detach().clone() for value in tried], []
@@ -185,12 +185,12 @@ def _trajectories(
             return torch.ones((), dtype=dtype, device=device)
 
         closure()
-        _step_of_class(trial, closure)
+        step_of_class(trial, closure)
         found.append([value.detach().clone() for value in tried])
     return start, found
 
 
-def _step_of_class(trial: Optimizer, closure: Callable[[], Tensor]) -> None:
+def step_of_class(trial: Optimizer, closure: Callable[[], Tensor]) -> None:
     """A step without the hooks of the process; with a closure if there must be one."""
     step: Any = type(trial).step
     step = step.__wrapped__ if getattr(step, "hooked", False) else step
@@ -202,7 +202,7 @@ def _step_of_class(trial: Optimizer, closure: Callable[[], Tensor]) -> None:
         step(trial, closure) if needs_closure else step(trial)
 
 
-def _small_copy(optimizer: Optimizer, dtype: torch.dtype, device: torch.device) -> tuple[Optimizer, list[Tensor]]:
+def small_copy(optimizer: Optimizer, dtype: torch.dtype, device: torch.device) -> tuple[Optimizer, list[Tensor]]:
     """A copy without state and hooks whose parameters are small and new, with an lr that moves them; and some of these parameters.
 
     What the optimizer has in attributes is copied, too, so that a step of the copy reaches nothing of the original.

@@ -34,6 +34,7 @@ from smpc.executor.failure.start import StartPhase
 from smpc.executor.measure.link_measurement import measure_wire
 from smpc.executor.transport import Transport
 from smpc.mesh import Axis
+from smpc.optimizers.kept_state import planned
 from smpc.partitioner.costs.cost import NodeTimes, Workspace
 from smpc.partitioner.costs.device import DEVICES
 from smpc.partitioner.costs.device_file import find_device
@@ -214,6 +215,8 @@ class Compiler:
         enter(StartPhase.STEP, "planning")
         if self._control.rank == 0:
             try:
+                if like is None:
+                    self._options = _with_optimizer_of(self._context, self._options)
                 options = dataclasses.replace(
                     self._options, manual=manual_partition(self._module, self._session.config)
                 )
@@ -305,6 +308,7 @@ def plan_alone(context: StepContext, signature: Signature, *, keeps_outputs: boo
     """
     session, module, config = context.session, context.module, context.session.config
     options, on_gpu = _options(session, Measures()), session.device.type == "cuda"
+    options = _with_optimizer_of(context, options)
     request = RecordingRequest(
         *signature.sample(), session.device, None, signature.autocast, (), dict(module.named_buffers())
     )
@@ -366,6 +370,14 @@ def _options(session: Session, measures: Measures) -> PipelineOptions:
         trace_execution_times=measures.times,
         trace_memory_usage=measures.memory,
     )
+
+
+def _with_optimizer_of(context: StepContext, options: PipelineOptions) -> PipelineOptions:
+    """The options for the script's own optimizer, if it has made it yet."""
+    wrapper = context.script.optimizer
+    if wrapper is None:
+        return options
+    return dataclasses.replace(options, optimizer=planned(wrapper.optimizer, planned_optimizer(context.session.config)))
 
 
 def _device_name(device: torch.device) -> str:
