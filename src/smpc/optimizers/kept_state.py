@@ -3,9 +3,9 @@
     planned(torch.optim.SGD(parameters, momentum=0.9), "adam")      one tensor for each parameter, none while it steps
     planned(torch.optim.AdamW(parameters), "adam")                  what was assumed
 
-A copy of the optimizer steps on a few small parameters on the CPU. Tensors of a parameter's size in its state are counted, and what a step
-makes and drops beside them. Of an optimizer whose copy cannot step, and of one that keeps no tensors of such sizes but others, such as
-LBFGS, what was assumed is all that is known.
+A copy of an optimizer of torch.optim steps on a few small parameters on the CPU. Tensors of a parameter's size in its state are counted, and
+what a step makes and drops beside them. Of an optimizer of any other class, whose step may do more than it says, of one whose copy cannot
+step, and of one that keeps larger tensors, such as LBFGS, what was assumed is all that is known.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ import torch
 from torch import Tensor
 
 from smpc.executor.measure.spans import LiveBytes
-from smpc.optimizers.adamw import FusedAdamW
 from smpc.optimizers.elementwise import small_copy, step_of_class
 from smpc.partitioner.costs.optimizers import Optimizer, find_optimizer
 
@@ -28,13 +27,15 @@ _AT_ONCE = 2  # tensors that a step on a CPU makes of one parameter, for one of 
 def planned(optimizer: torch.optim.Optimizer, assumed: str) -> Optimizer:
     """The optimizer in place of `assumed`, the name of one that plans know; in its precision."""
     known = find_optimizer(assumed)
-    is_assumed = type(optimizer) in (torch.optim.Adam, torch.optim.AdamW, FusedAdamW)
+    is_assumed = type(optimizer) in (torch.optim.Adam, torch.optim.AdamW)
     if is_assumed and not any(group.get("amsgrad") for group in optimizer.param_groups):
+        return known
+    if not type(optimizer).__module__.startswith("torch.optim."):
         return known
     try:
         with torch.random.fork_rng([]), torch.enable_grad():
             numbers = _tried(optimizer)
-    except Exception:  # whatever an optimizer of the script's own raises
+    except Exception:  # for dense parameters, say, of one that wants sparse gradients
         numbers = None
     if numbers is None:
         return known

@@ -21,21 +21,7 @@ CASES = {
 }
 
 
-class OneByte(optim.Optimizer):
-    """A script's own: a momentum in a byte for each element."""
-
-    def __init__(self, parameters):
-        super().__init__(parameters, {"lr": 0.1})
-
-    def step(self, closure=None):
-        for group in self.param_groups:
-            for p in group["params"]:
-                state = self.state[p]
-                state.setdefault("momentum", torch.zeros_like(p, dtype=torch.int8)).add_(p.grad.sign().to(torch.int8))
-                p.data.sub_(state["momentum"] * group["lr"])
-
-
-@pytest.mark.parametrize("make", [*CASES.values(), OneByte], ids=[*CASES, "one byte"])
+@pytest.mark.parametrize("make", CASES.values(), ids=CASES)
 def test_what_is_kept_is_counted(make):
     """Plans of scripts took every optimizer for Adam."""
     parameters = [torch.nn.Parameter(torch.randn(64, 48)), torch.nn.Parameter(torch.randn(48))]
@@ -46,7 +32,7 @@ def test_what_is_kept_is_counted(make):
             p.grad = torch.randn_like(p)
         optimizer.step()
     kept = sum(value.nbytes for value in optimizer.state[parameters[0]].values() if isinstance(value, torch.Tensor))
-    assert (4 * found.own + found.byte) * 64 * 48 == pytest.approx(kept, abs=600)  # counters of steps, and factors
+    assert 4 * found.own * 64 * 48 == pytest.approx(kept, abs=600)  # counters of steps, and factors
 
 
 def test_in_half_precision_it_is_kept_of_masters():
@@ -56,10 +42,13 @@ def test_in_half_precision_it_is_kept_of_masters():
     assert (found.own, found.float32, found.master) == (0, 1, True)
 
 
-def test_what_cannot_be_tried_is_what_was_assumed():
-    def fail(self, closure=None):
-        raise ValueError("not here")
+def test_classes_of_others_are_not_run():
+    """A step may do anything: count, print, send."""
+    steps = []
+    other = type("Other", (optim.SGD,), {"step": lambda self, closure=None: steps.append(self)})
+    assert planned(other([torch.nn.Parameter(torch.ones(4, 4))], lr=0.1), "adam").name == "adam"
+    assert not steps
 
-    optimizer = type("Failing", (optim.SGD,), {"step": fail})([torch.nn.Parameter(torch.ones(4, 4))], lr=0.1)
-    assert planned(optimizer, "adam").name == "adam"
+
+def test_what_keeps_larger_tensors_is_what_was_assumed():
     assert planned(optim.LBFGS([torch.nn.Parameter(torch.ones(4, 4))]), "adam").name == "adam"
