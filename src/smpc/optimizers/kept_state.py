@@ -3,8 +3,8 @@
     planned(torch.optim.SGD(parameters, momentum=0.9), "adam")      one tensor for each parameter, none while it steps
     planned(torch.optim.AdamW(parameters), "adam")                  what was assumed
 
-A copy of an optimizer of torch.optim steps on a few small parameters on the CPU. Tensors of a parameter's size in its state are counted, and
-what a step makes and drops beside them. Of an optimizer of any other class, whose step may do more than it says, of one whose copy cannot
+A copy of an optimizer of torch.optim steps on a few small parameters on the CPU. Tensors of a parameter's size in its state are counted,
+and what a step makes and drops beside them. Of an optimizer of any other class, whose step may do more than it says, of one whose copy cannot
 step, and of one that keeps larger tensors, such as LBFGS, what was assumed is all that is known.
 """
 
@@ -30,7 +30,7 @@ def planned(optimizer: torch.optim.Optimizer, assumed: str) -> Optimizer:
     is_assumed = type(optimizer) in (torch.optim.Adam, torch.optim.AdamW)
     if is_assumed and not any(group.get("amsgrad") for group in optimizer.param_groups):
         return known
-    if not type(optimizer).__module__.startswith("torch.optim."):
+    if type(optimizer).__module__.split(".")[:2] != ["torch", "optim"]:
         return known
     try:
         with torch.random.fork_rng([]), torch.enable_grad():
