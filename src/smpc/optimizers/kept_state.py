@@ -4,8 +4,8 @@
     planned(torch.optim.AdamW(parameters), "adam")                  what was assumed
 
 A copy of an optimizer of torch.optim steps on a few small parameters on the CPU. Tensors of a parameter's size in its state are counted,
-and what a step makes and drops beside them. Of an optimizer of any other class, whose step may do more than it says, of one whose copy cannot
-step, and of one that keeps larger tensors, such as LBFGS, what was assumed is all that is known.
+and what a step makes and drops beside them. What was assumed is all that is known of an optimizer of any other class, whose step may do
+more than it says, of one whose copy cannot step, and of one that keeps larger tensors, such as LBFGS.
 """
 
 from __future__ import annotations
