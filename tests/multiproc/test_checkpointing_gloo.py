@@ -23,7 +23,7 @@ CASES = [
 
 
 def step_of(rank, model, compilation, batch):
-    """Losses, gradients and buffers of this rank after a step."""
+    """Losses, and gradients and state of this rank's stages after a step."""
     runtime = Runtime(model, rank=rank, transport=GlooTransport(dist.new_group()))
     program = runtime.install(compilation)
     losses = []
@@ -35,8 +35,9 @@ def step_of(rank, model, compilation, batch):
 
     torch.manual_seed(rank)
     runtime.run(program, parity.split(batch, MB) if rank == 0 else None, on_output, training=True)
-    gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
-    return losses, gradients, dict(model.named_buffers())
+    stages = runtime.stages.values()
+    gradients = {name: p.grad for stage in stages for name, p in stage.named_parameters() if p.grad is not None}
+    return losses, gradients, {name: tensor for stage in stages for name, tensor in stage.state_dict().items()}
 
 
 def compiled(name, patterns, schedule):
