@@ -170,12 +170,8 @@ class CostModel:
     optimizer: Optimizer = ADAM
     holds_sent: bool = False  # sent tensors stay until the receiver is known to have them: gloo
     sends_batch: bool = False  # a script's step function runs on the last rank, which gets its arguments
-    batches: tuple[
-        int, ...
-    ] = ()  # bytes of the arguments that each pipeline rank calls it with; (): the model's inputs, on the first
-    casts: bool = (
-        False  # in a script: its batch and the outputs it gets are in float32, and the model in half precision
-    )
+    batches: tuple[int, ...] = ()  # bytes that each pipeline rank calls it with; (): the model's inputs, on the first
+    casts: bool = False  # in a script: the model is in half precision, the batch and the outputs it gets are not
     keeps_outputs: bool = False  # a script's step function has the model's outputs while it differentiates
     apart: frozenset[str] = frozenset()  # parameters that fewer ranks hold, such as experts, by canonical names
     optimizer_apart: Optimizer = ADAM  # theirs

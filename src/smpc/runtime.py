@@ -252,6 +252,8 @@ class Runtime:
         """
         if self._kept is not None:
             self._kept.check(thoroughly=True)
+        if self._others is not None:
+            self._others.check(compilation)
         new = RankPrograms(
             self._model, compilation, self._rank, self._transport, self.device, self._hooks_for, has_generators=True
         )

@@ -210,3 +210,22 @@ def checked(rank, folder):
 def test_weights_of_before_training_are_an_error(tmp_path):
     """`model(x)`, norms and averages over all parameters had other ranks' initial weights, without a word."""
     assert run_workers(checked, 2, tmp_path) == [True] * 2
+
+
+def moved(rank, folder):
+    """What a rank says of a program with other stages after a step."""
+    job = Script(rank)
+    other = smpc.compile_model(
+        job.model, X, pipeline_parallel_degree=2, microbatches=2, virtual_pipeline_degree=2, schedule="interleaved-1f1b"
+    )
+    job.step()
+    try:
+        job.runtime.install(other)
+    except UsageError as error:
+        return str(error)
+    return ""
+
+
+def test_a_program_that_moves_trained_parameters_is_refused(tmp_path):
+    """It trained them from their values of before, without a word."""
+    assert any("trained by other ranks" in said for said in run_workers(moved, 2, tmp_path))

@@ -85,9 +85,7 @@ class Keeping:
     """Attributes that autograd keeps, and attributes that are written into, of one recording."""
 
     def __init__(self) -> None:
-        self._kept: list[
-            tuple[Extent, str, str, str]
-        ] = []  # with a name, the node for whose backward, and where that is
+        self._kept: list[tuple[Extent, str, str, str]] = []  # with a name, the node that needs it, and where that is
         self._written: list[tuple[Extent, str]] = []  # with where
         self._keeping: list[tuple[Extent, str]] = []  # for the node that is being recorded
 

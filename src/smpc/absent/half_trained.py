@@ -47,6 +47,17 @@ class HalfTrained:
         self._parameters: list[tuple[str, nn.Parameter]] = []  # of others
         self._buffers: list[str] = []
 
+    def check(self, compilation: Compilation) -> None:
+        """Raise UsageError if a program would train, on this rank, what others have trained so far."""
+        named = dict(self._model.named_parameters())
+        own = [name for stage in compilation.plan.stages if stage.rank == self._rank for name in stage.parameters]
+        stale = [name for name in own if isinstance(named.get(name), Absent)]
+        if stale:
+            raise UsageError(
+                f"expected a program whose parameters stay where the first one has them, found one that has {len(stale)} trained by other "
+                f"ranks ({stale[0]}, ...) on pipeline rank {self._rank}, where they are as before training; {_GATHER}"
+            )
+
     def add(self, compilation: Compilation) -> None:
         """A program trains the model."""
         written = StateUse.of(compilation.trace).written

@@ -414,14 +414,8 @@ class _Call:
         total: float | None,
         whole: bool,
     ) -> None:
-        self.strategy, self.hook, self.rest, self.divisor, self.total, self.whole = (
-            strategy,
-            hook,
-            rest,
-            divisor,
-            total,
-            whole,
-        )
+        self.strategy, self.hook, self.rest = strategy, hook, rest
+        self.divisor, self.total, self.whole = divisor, total, whole
 
     def run(self, network: Any, batch: Any) -> _Ran:
         """The module's step on a batch or microbatch."""

@@ -133,9 +133,7 @@ class Compiler:
             if measures.times:
                 self._measure_wire(leader)
         ranks = [[r for r in range(mesh.world_size) if mesh.pp_rank(r) == pp_rank] for pp_rank in range(mesh.pp_size)]
-        self._batches = tuple(
-            max(found[r][3] for r in column) for column in ranks
-        )  # of all replicas, which are cut alike
+        self._batches = tuple(max(found[r][3] for r in column) for column in ranks)  # replicas are cut alike
         signature: Signature = found[leader][1]
         return signature
 
