@@ -2,7 +2,7 @@
 
 `smpc.codegen.ring` has the order of the steps, `smpc.kernels.attention.blocks` a step's work. Every step posts the next exchange before
 it computes, and waits for it after: the transfer is hidden where computing takes longer. Two buffers take turns. Keys and values travel
-as they are, in one message, not repeated for the query heads that share them; their gradients in fp32 (fp64 for fp64), in which results
+as they are, in a message each, not repeated for the query heads that share them; their gradients in fp32 (fp64 for fp64), in which results
 are summed up, too. The backward pass keeps q, k, v, the result and lse, and runs the ring again.
 
 Messages of one step to one rank come in the order in which they are sent: keys and values of step i, gradients of step i, ... They go over
@@ -30,6 +30,7 @@ from smpc.kernels.attention.blocks import block_backward, block_forward, merge_a
 from smpc.kernels.attention.op import bias_shift, wide_bias
 
 _KEYS, _GRADIENTS, _MAIL = 0, 1, 2  # tags of messages; the last is for those that memory has no room for
+_Pair = tuple[Tensor, Tensor]  # of keys and values
 _NAMES = {_KEYS: "keys and values", _GRADIENTS: "gradients of keys and values"}
 
 
@@ -84,7 +85,7 @@ class _Ring(torch.autograd.Function):
         wide = torch.promote_types(q.dtype, torch.float32)
         out, lse = q.new_empty(q.shape, dtype=wide), q.new_empty(q.shape[:3], dtype=wide)
         with _Neighbours(group, q) as neighbours:
-            for step, keys, values in _around_ring(torch.stack((k, v)), neighbours, causal, mirrored):
+            for step, keys, values in _around_ring((k, v), neighbours, causal, mirrored):
                 if step.queries is None:
                     continue
                 rows, own, bias = _rows(step, q), _own_keys(step, keys, values), _bias_of_step(step, biases)
@@ -105,21 +106,21 @@ class _Ring(torch.autograd.Function):
         saved = ctx.saved_tensors  # once: activation checkpointing computes the forward again to find them
         q, k, v, *_ = saved
         with _Neighbours(ctx.group, q) as neighbours:
-            dq, home = _gradients(ctx, saved, grad, neighbours)
-        return dq.to(q.dtype), home[0].to(k.dtype), home[1].to(v.dtype), None, None, None, None, None, None
+            dq, (dk, dv) = _gradients(ctx, saved, grad, neighbours)
+        return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), None, None, None, None, None, None
 
 
-def _gradients(ctx: Any, saved: tuple[Any, ...], grad: Tensor, neighbours: _Neighbours) -> tuple[Tensor, Tensor]:
+def _gradients(ctx: Any, saved: tuple[Any, ...], grad: Tensor, neighbours: _Neighbours) -> tuple[Tensor, _Pair]:
     """Of q, and of this rank's keys and values."""
     q, k, v, out, lse, shift, *biases = saved
-    dq = torch.zeros(q.shape, dtype=lse.dtype, device=q.device)
-    travelling: Tensor | None = None  # gradients of the keys and values of the step, with the parts of ranks before
+    dq: Tensor | None = None
+    travelling: _Pair | None = None  # gradients of the keys and values of the step, with the parts of ranks before
     incoming: _RingExchange | None = None
-    for step, keys, values in _around_ring(torch.stack((k, v)), neighbours, ctx.causal, ctx.mirrored):
-        part: Tensor | None = None  # None: nothing to add
+    for step, keys, values in _around_ring((k, v), neighbours, ctx.causal, ctx.mirrored):
+        parts: tuple[Tensor, ...] = ()
         if step.queries is not None:
             rows, own, bias = _rows(step, q), _own_keys(step, keys, values), _bias_of_step(step, tuple(biases))
-            dq_part, *parts = block_backward(
+            dq_part, *found = block_backward(
                 grad[:, :, rows],
                 q[:, :, rows],
                 *own,
@@ -130,28 +131,31 @@ def _gradients(ctx: Any, saved: tuple[Any, ...], grad: Tensor, neighbours: _Neig
                 ctx.scale,
                 step.causal,
             )
-            dq[:, :, rows] += dq_part
-            part = torch.stack(parts).to(lse.dtype)
+            parts = tuple(part.to(lse.dtype) for part in found)
+            if dq is None:
+                dq = dq_part.to(lse.dtype)
+            else:
+                dq[:, :, rows] += dq_part
         if incoming is None:
-            travelling = part
+            travelling = parts[0].contiguous(), parts[1].contiguous()
         else:
             travelling = incoming.wait()
-            if part is not None:
-                travelling[:, :, :, : part.shape[3]] += part
-        assert travelling is not None, "the first step is of a rank's own keys, all of them"
+            for whole, part in zip(travelling, parts, strict=bool(parts)):
+                whole[:, :, : part.shape[2]] += part
         incoming = _RingExchange(travelling, neighbours, _GRADIENTS)
     assert incoming is not None, "there is a step for every rank"
+    assert dq is not None, "the first step is of a rank's own keys, and of all its queries"
     return dq, incoming.wait()
 
 
 def _around_ring(
-    pair: Tensor, neighbours: _Neighbours, causal: bool, mirrored: bool
+    pair: _Pair, neighbours: _Neighbours, causal: bool, mirrored: bool
 ) -> Iterator[tuple[RingStep, Tensor, Tensor]]:
     """Every step with the keys and values of its source; the next are on their way while the caller computes."""
-    held, group = pair.contiguous(), neighbours.group
+    held, group = (pair[0].contiguous(), pair[1].contiguous()), neighbours.group
     for step in ring_steps(group.rank, group.size, causal=causal, mirrored=mirrored):
         exchange = None if step.sends_to is None else _RingExchange(held, neighbours, _KEYS)
-        yield step, held[0], held[1]
+        yield step, *held
         if exchange is not None:
             held = exchange.wait()
 
@@ -177,23 +181,25 @@ class _Neighbours:
 
 
 class _RingExchange:
-    """A contiguous tensor to the next rank, one of the same shape from the one before."""
+    """Contiguous tensors to the next rank, some of the same shapes from the one before."""
 
-    def __init__(self, tensor: Tensor, neighbours: _Neighbours, tag: int) -> None:
-        self._sent, self._received = tensor, torch.empty_like(tensor)
+    def __init__(self, pair: _Pair, neighbours: _Neighbours, tag: int) -> None:
+        self._sent, self._received = pair, pair
         self._works: list[dist.Work] = []
         self._posts: list[Post] = []
         self._neighbours = neighbours
         pg = neighbours.process_group
         if pg is None:
-            self._received = tensor
-        elif neighbours.rings is not None:
+            return
+        self._received = torch.empty_like(pair[0]), torch.empty_like(pair[1])
+        if neighbours.rings is not None:
             self._post_in_memory(neighbours.rings, pg, _NAMES[tag])
-        else:
-            with _together(pg, tensor.device) as works:
-                works.append(pg.send([tensor], neighbours.ahead, tag))
-                works.append(pg.recv([self._received], neighbours.behind, tag))
-            self._works = works
+            return
+        with _together(pg, pair[0].device) as works:
+            for sent, received in zip(pair, self._received, strict=True):
+                works.append(pg.send([sent], neighbours.ahead, tag))
+                works.append(pg.recv([received], neighbours.behind, tag))
+        self._works = works
 
     def _post_in_memory(self, rings: Rings, pg: dist.ProcessGroup, name: str) -> None:
         ahead, behind = self._neighbours.ahead, self._neighbours.behind
@@ -202,7 +208,7 @@ class _RingExchange:
             if not rings.outbound[ahead].send(sent):
                 self._works.append(pg.send([sent], ahead, _MAIL))
 
-    def wait(self) -> Tensor:
+    def wait(self) -> _Pair:
         """What has come. What was sent may be written from then on."""
         neighbours = self._neighbours
         for post in self._posts:
@@ -216,10 +222,12 @@ class _RingExchange:
         return self._received
 
 
-def _messages(tensor: Tensor) -> tuple[Tensor, ...]:
-    """The bytes of a contiguous tensor, in messages of a ring in memory."""
-    flat = tensor.view(-1).view(torch.uint8)
-    return tuple(flat[start : start + LIMIT] for start in range(0, flat.numel(), LIMIT))
+def _messages(pair: _Pair) -> Iterator[Tensor]:
+    """The bytes of contiguous tensors, in messages of a ring in memory."""
+    for tensor in pair:
+        flat = tensor.view(-1).view(torch.uint8)
+        for start in range(0, flat.numel(), LIMIT):
+            yield flat[start : start + LIMIT]
 
 
 @contextmanager
