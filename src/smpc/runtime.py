@@ -259,14 +259,15 @@ class Runtime:
         )
         if self._kept is None and compilation.environment is not None:
             self._kept = KeptParameters(self._model)  # the hooks may have replaced them
+        number = len(self._programs) if program is None else program
         if self._others is not None:
-            self._others.add(compilation)
-        if program is None or program == len(self._programs):
+            self._others.add(number, compilation)
+        if number == len(self._programs):
             self._programs.append(new)
-            return len(self._programs) - 1
-        assert 0 < program < len(self._programs), "the first program's stages are those of the replicas"
-        self._programs[program] = new
-        return program
+            return number
+        assert 0 < number < len(self._programs), "the first program's stages are those of the replicas"
+        self._programs[number] = new
+        return number
 
     def run(
         self, program: int, microbatches: Sequence[Inputs] | None, on_output: OnOutput | None, *, training: bool
@@ -296,6 +297,8 @@ class Runtime:
         is_told = self._others is not None and programs.num_ranks > 1
         told = told_to_peers(self._name, self._rank, interpreter.close) if is_told else contextlib.nullcontext()
         with told, observer.step(() if observer.is_idle else _tensors_to_runtime(inputs)) as watch:
+            if self._others is not None:
+                self._others.check_program(program)
             if watch.is_wanted:
                 watch.program = program
                 with _watching_runtime(interpreter, watch, programs, training):
@@ -306,7 +309,7 @@ class Runtime:
             self._shards.release()
         self._running = None
         if training and self._others is not None:
-            self._others.note_training()
+            self._others.note_training(program)
 
     def register_step_callback(self, callback: StepCallback) -> RemovableHandle:
         """Call `callback(info)` after every step on this rank, with a `smpc.StepInfo`."""

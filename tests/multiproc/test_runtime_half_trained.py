@@ -14,7 +14,7 @@ from torch.optim.swa_utils import AveragedModel
 
 import smpc
 from smpc.checkpoint import module_content
-from smpc.errors import UsageError
+from smpc.errors import PeerError, UsageError
 from smpc.executor.transport.gloo import GlooTransport
 from smpc.runtime import Runtime
 
@@ -212,12 +212,16 @@ def test_weights_of_before_training_are_an_error(tmp_path):
     assert run_workers(checked, 2, tmp_path) == [True] * 2
 
 
+def with_other_stages(model):
+    return smpc.compile_model(
+        model, X, pipeline_parallel_degree=2, microbatches=2, virtual_pipeline_degree=2, schedule="interleaved-1f1b"
+    )
+
+
 def moved(rank, folder):
     """What a rank says of a program with other stages after a step."""
     job = Script(rank)
-    other = smpc.compile_model(
-        job.model, X, pipeline_parallel_degree=2, microbatches=2, virtual_pipeline_degree=2, schedule="interleaved-1f1b"
-    )
+    other = with_other_stages(job.model)
     job.step()
     try:
         job.runtime.install(other)
@@ -228,4 +232,29 @@ def moved(rank, folder):
 
 def test_a_program_that_moves_trained_parameters_is_refused(tmp_path):
     """It trained them from their values of before, without a word."""
-    assert any("trained by other ranks" in said for said in run_workers(moved, 2, tmp_path))
+    assert any("other ranks have trained" in said for said in run_workers(moved, 2, tmp_path))
+
+
+def switched(rank, folder, training):
+    """What a rank says when a program with other stages, made before training, runs after steps of the first one."""
+    job = Script(rank)
+    second = job.runtime.install(with_other_stages(job.model))
+    job.step()
+    job.model.load_state_dict(job.gather())
+    job.program, expected = second, plain(1)
+    for microbatch, output in job.run(training=False).items():
+        torch.testing.assert_close(output, expected(X.chunk(2)[microbatch]))
+    job.program = 0
+    job.step()
+    job.program = second
+    try:
+        job.run(training)
+    except (UsageError, PeerError) as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_a_program_made_before_training_needs_what_other_ranks_have_trained(training, tmp_path):
+    """Ranks of all programs counted as those that train: it went on from values of before the last step, without a word."""
+    assert all("other ranks have trained" in said for said in run_workers(switched, 2, tmp_path, training))

@@ -1,18 +1,21 @@
 """A model that several ranks train in stages, and that is whole on each: what a rank does not train is out of date after a step.
 
     others = HalfTrained(model, rank=0)
-    others.add(compilation)                     # once for each program
-    others.note_training()                      # after each step that trains
+    others.add(0, compilation)                  # once for each program
+    others.check_program(0)                     # before each step
+    others.note_training(0)                     # after each step that trains
 
-Parameters of other ranks' stages, and buffers into which these write, become absent (`smpc.absent.tensors`): code that computes with them
-gets an error, and no values of before training. They stay so when the runtime is gone, and until somebody writes all of a tensor anew, as
-`model.load_state_dict` does.
+Parameters of the stages that other ranks have in the program that trained, and buffers into which these write, become absent
+(`smpc.absent.tensors`): code that computes with them gets an error, and no values of before training. Another program that has them on
+this rank is refused. They stay so when the runtime is gone, and until somebody writes all of a tensor anew, as `model.load_state_dict`
+does.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 
 from torch import Tensor, nn
 
@@ -38,65 +41,83 @@ _TEXTS = AbsentTexts(
 )
 
 
+@dataclass(frozen=True)
+class _Placement:
+    """Where a program has the tensors that it trains: the names of this rank's, and of all others with the ranks that have them."""
+
+    own: tuple[str, ...]
+    others: Mapping[str, tuple[int, ...]]
+
+    @classmethod
+    def of(cls, compilation: Compilation, rank: int) -> _Placement:
+        """Parameters of stages, and buffers into which the model writes."""
+        written = StateUse.of(compilation.trace).written
+        holders: dict[str, set[int]] = {}
+        for stage in compilation.plan.stages:
+            for name in (*stage.parameters, *(name for name in stage.buffers if name in written)):
+                holders.setdefault(name, set()).add(stage.rank)
+        own = tuple(name for name, ranks in holders.items() if rank in ranks)
+        return cls(own, {name: tuple(sorted(ranks)) for name, ranks in holders.items() if rank not in ranks})
+
+
 class HalfTrained:
     """See above. `rank`: this process's, of the pipeline."""
 
     def __init__(self, model: nn.Module, rank: int) -> None:
         self._model, self._rank = model, rank
-        self._holders: dict[str, set[int]] = {}
-        self._parameters: list[tuple[str, nn.Parameter]] = []  # of others
-        self._buffers: list[str] = []
+        self._placements: dict[int, _Placement] = {}  # by program
+        self._moved: dict[int, tuple[str, ...]] = {}  # by program, what this rank has in it, but not in every other
+        self._parameters: dict[str, nn.Parameter] = {}
 
     def check(self, compilation: Compilation) -> None:
-        """Raise UsageError if a program would train, on this rank, what others have trained so far."""
-        named = dict(self._model.named_parameters())
-        own = [name for stage in compilation.plan.stages if stage.rank == self._rank for name in stage.parameters]
-        stale = [name for name in own if isinstance(named.get(name), Absent)]
-        if stale:
-            raise UsageError(
-                f"expected a program whose parameters stay where the first one has them, found one that has {len(stale)} trained by other "
-                f"ranks ({stale[0]}, ...) on pipeline rank {self._rank}, where they are as before training; {_GATHER}"
-            )
+        """Raise UsageError if a program would use, on this rank, what others have trained so far."""
+        self._refuse_stale(_Placement.of(compilation, self._rank).own)
 
-    def add(self, compilation: Compilation) -> None:
-        """A program trains the model."""
-        written = StateUse.of(compilation.trace).written
-        named = dict(self._model.named_parameters())
-        for stage in compilation.plan.stages:
-            for name in (*stage.parameters, *(name for name in stage.buffers if name in written)):
-                self._holders.setdefault(name, set()).add(stage.rank)
-        others = [name for name, ranks in self._holders.items() if self._rank not in ranks]
-        self._parameters = [(name, named[name]) for name in others if name in named]
-        self._buffers = [name for name in others if name not in named]
+    def check_program(self, program: int) -> None:
+        """`check` of one that was added."""
+        if self._moved[program]:
+            self._refuse_stale(self._moved[program])
 
-    def note_training(self) -> None:
-        """A step has trained: what other ranks hold is out of date."""
-        for name, tensor in self._of_others():
-            if not isinstance(tensor, Absent):
-                place = AbsentPlace(
-                    name,
-                    tensor.shape,
-                    tuple(sorted(self._holders[name])),
-                    self._rank,
-                    type(tensor),
-                    _TEXTS,
-                    weakref.ref(tensor),
-                )
+    def add(self, program: int, compilation: Compilation) -> None:
+        """A program may train the model. It takes the place of one with the same number."""
+        self._placements[program] = _Placement.of(compilation, self._rank)
+        self._parameters = dict(self._model.named_parameters())
+        others = {name for each in self._placements.values() for name in each.others}
+        self._moved = {
+            number: tuple(name for name in each.own if name in others) for number, each in self._placements.items()
+        }
+
+    def note_training(self, program: int) -> None:
+        """A step of this program has trained: what other ranks have in it is out of date."""
+        for name, ranks in self._placements[program].others.items():
+            tensor = self._tensor(name)
+            if tensor is not None and not isinstance(tensor, Absent):
+                place = AbsentPlace(name, tensor.shape, ranks, self._rank, type(tensor), _TEXTS, weakref.ref(tensor))
                 mark(tensor, place)
 
     def refuse_state(self, asked: nn.Module | None) -> None:
         """Raise UsageError for the state of the model (None: one that is pickled) while a part of it is out of date."""
-        stale = [name for name, tensor in self._of_others() if isinstance(tensor, Absent)]
+        stale = self._stale(name for each in self._placements.values() for name in each.others)
         if stale and asked in (None, self._model):
             raise UsageError(
                 f"state_dict: expected a model that is whole on this rank, found pipeline rank {self._rank}, whose {len(stale)} tensors "
                 f"of other ranks ({stale[0]}, ...) are as they were before training; {_GATHER}"
             )
 
-    def _of_others(self) -> Iterator[tuple[str, Tensor]]:
-        yield from self._parameters
-        for name in self._buffers:
-            owner, _, key = name.rpartition(".")
-            tensor = self._model.get_submodule(owner)._buffers.get(key)
-            if tensor is not None:
-                yield name, tensor
+    def _refuse_stale(self, own: Iterable[str]) -> None:
+        stale = self._stale(own)
+        if stale:
+            raise UsageError(
+                f"expected a program whose parameters are where those have them that have trained, found one with {len(stale)} that other "
+                f"ranks have trained ({stale[0]}, ...) on pipeline rank {self._rank}, where they are as before training; {_GATHER}"
+            )
+
+    def _stale(self, names: Iterable[str]) -> list[str]:
+        return [name for name in dict.fromkeys(names) if isinstance(self._tensor(name), Absent)]
+
+    def _tensor(self, name: str) -> Tensor | None:
+        """A parameter as it was when a program was added; a buffer as it is."""
+        if name in self._parameters:
+            return self._parameters[name]
+        owner, _, key = name.rpartition(".")
+        return self._model.get_submodule(owner)._buffers.get(key)
