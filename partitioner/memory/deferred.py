@@ -84,6 +84,19 @@ class ActionUse:
         kinds = (self.forwards, self.backwards, self.weights, self.whole)
         return ActionUse(*(tuple(dict.fromkeys(b._replace(others=()) for b in kind)) for kind in kinds))
 
+    def times(self, factor: float, most: int) -> ActionUse:
+        """With so many times as many microbatches in flight, at most `most`, of a stage whose rank has no other."""
+
+        def more(kind: tuple[Beside, ...]) -> tuple[Beside, ...]:
+            found = []
+            for beside in kind:
+                before = min(most, round((beside.waiting + 1) * factor)) - 1
+                after = min(most - 1 - before, round(beside.deferred * factor))
+                found.append(beside._replace(waiting=before, deferred=after))
+            return tuple(dict.fromkeys(found))
+
+        return ActionUse(more(self.forwards), more(self.backwards), more(self.weights), more(self.whole))
+
     @property
     def in_one_part(self) -> ActionUse:
         """The same, of a stage that has nothing to put off."""

@@ -24,8 +24,9 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from smpc.compile.exchange import ExchangedUnit, Sharding, StepSurroundings, exchange_of_units, units_in_time
-from smpc.compile.search.profile import Held, Profile, in_flight, placement, splits
+from smpc.compile.search.profile import Held, Profile, in_flight, placement
 from smpc.compile.search.space import Candidate, Shape
+from smpc.compile.search.split_uses import splits
 from smpc.compile.step import BUCKET_BYTES
 from smpc.config.keep import MOST_PARAMETERS, SMALL_PARAMETERS
 from smpc.partitioner.costs.collectives import CollectiveKind, collective_time, least_time

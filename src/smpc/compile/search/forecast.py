@@ -179,7 +179,7 @@ class Forecast:
 
     def typical(self, shape: Shape) -> list[Candidate]:
         """Some candidates of a shape, by which it is judged: the smallest ramp, what is simple, and what needs the least memory."""
-        known = list(schedules(shape.pipeline_parallel_degree, self.tried.schedules))
+        known = list(schedules(shape, self.tried.schedules))
         kinds = shardings(shape, self.tried.sharding)
         shown = [known[-1], known[0]] if known[-1] != known[0] else known[:1]
         agains = dict.fromkeys((self.tried.again[0], *self.tried.again[-2:]))

@@ -2,7 +2,7 @@
 
     profile = Profile.of(analysis, chain, ...)     of a recorded microbatch, once
     stages = profile.stages("blocks", 16)          cut so that the longest stage is as short as can be, as plans are
-    stages.peak(in_flight, ...)                    about what the fullest rank holds, of one with split backwards by `splits`
+    stages.peak(in_flight, ...)                    about what the fullest rank holds, of one with split backwards by `split_uses.splits`
 
 The cut goes as the solver's does, but one stage after the other: of the ends that the smallest longest stage allows, the one that breaks
 the fewest modules, and of these the one that the fewest bytes cross. Bytes are those of `smpc.partitioner.memory.peak`, with a rougher
@@ -17,18 +17,17 @@ from __future__ import annotations
 import functools
 import itertools
 from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 
-from smpc.codegen.offload import action_uses
-from smpc.codegen.schedules.named import choose
-from smpc.codegen.simulate import Costs, chain
+from smpc.codegen.program import Op
 from smpc.compile.exchange import Sharding
+from smpc.compile.search.split_uses import BesideRows, SplitUses
 from smpc.partitioner.costs.cost import SENT_UPDATES, CostModel
 from smpc.partitioner.graph.trace_graph import Graph
-from smpc.partitioner.memory.deferred import ActionUse, Beside, deferred_bytes
+from smpc.partitioner.memory.deferred import deferred_bytes
 from smpc.partitioner.memory.lifetimes import lifetimes, loss_roots, saved_activations
 from smpc.partitioner.memory.peak import RECEIVE_WINDOW, working_bytes
 from smpc.partitioner.problem import FloatArray, IntArray
@@ -38,8 +37,6 @@ from smpc.tracer.ir import NodeKind, StateSpec, Trace
 
 TOLERANCE = 0.01  # by which a stage may be longer, for a cut that breaks less
 _ROUNDS = 40  # of the bisection
-_ROUND = 3  # times the stages: microbatches that show all that a schedule of more has in flight
-_LONG = 2000  # microbatches of stages whose actions take too long to go through for a guess
 
 
 @dataclass(frozen=True)
@@ -103,12 +100,10 @@ class Stages:
         busy = np.bincount(placement, self.seconds, minlength=num_ranks)
         return float(busy.max() / max(busy.sum(), 1e-30))
 
-    def peak(
-        self, in_flight: IntArray, placement: IntArray, held: Held, split: tuple[ActionUse, ...] | None = None
-    ) -> float:
+    def peak(self, in_flight: IntArray, placement: IntArray, held: Held, split: SplitUses | None = None) -> float:
         """About what the fullest rank holds. `split`: the stages' actions, where their backwards are split."""
         if split is not None:
-            in_flight = np.asarray([use.before_backward for use in split])
+            in_flight = split.before_backward
         k, m, memory = np.minimum(in_flight, held.microbatches), held.microbatches, held.memory
         parameters, gradients = self.parameters * held.state, self.gradients * held.state
         activations, later = self.activations * memory, self.later * memory
@@ -145,35 +140,40 @@ class Stages:
                 found += parameters / number
         return found * held.state
 
-    def _during(self, uses: Sequence[ActionUse], placement: IntArray, held: Held) -> FloatArray:
+    def _during(self, split: SplitUses, placement: IntArray, held: Held) -> FloatArray:
         """By rank, activations and gradients: `smpc.partitioner.memory.deferred` with a rougher look at single operations."""
         activations, forward, later = (column * held.memory for column in (self.activations, self.forward, self.later))
         gradients, exists = self.gradients * held.state, (self.first - self.later) * held.state
         deferred = self.deferred * held.memory + self.kept * held.state
         is_gathered = held.sharding is Sharding.FULL and held.replicas > 1
 
-        def holds(stage: int, beside: Beside) -> float:
-            own = gradients[stage] if beside.has_gradients or held.early else 0.0
-            return float(beside.waiting * activations[stage] + beside.deferred * deferred[stage] + own)
+        def holds(beside: BesideRows) -> FloatArray:
+            stage = beside.stage
+            own = np.where(beside.has_gradients | held.early, gradients[stage], 0.0)
+            found: FloatArray = beside.waiting * activations[stage] + beside.deferred * deferred[stage] + own
+            return found
 
-        def actions(stage: int, use: ActionUse) -> Iterator[tuple[Beside, float]]:
-            for b in use.forwards:
-                gathered = self.parameters[stage] * held.state if is_gathered and b[:3] == (0, 0, False) else 0.0
-                yield b, max(forward[stage] + gathered, activations[stage])
-            for b in use.backwards:
-                yield b, max(later[stage], deferred[stage])
-            for b in use.weights:
-                is_later = held.early or b.has_gradients
-                yield b, deferred[stage] if is_later else max(deferred[stage], gradients[stage])
-            for b in use.whole:
-                yield b, later[stage] + (0.0 if held.early or b.has_gradients else exists[stage])
+        def running(op: Op | None, beside: BesideRows) -> FloatArray:
+            stage, exist = beside.stage, beside.has_gradients | held.early
+            found: FloatArray
+            match op:
+                case Op.FORWARD:
+                    gathered = np.where(beside.is_first & is_gathered, self.parameters[stage] * held.state, 0.0)
+                    found = np.maximum(forward[stage] + gathered, activations[stage])
+                case Op.BACKWARD:
+                    found = np.maximum(later[stage], deferred[stage])
+                case Op.WEIGHT:
+                    found = np.where(exist, deferred[stage], np.maximum(deferred[stage], gradients[stage]))
+                case _:
+                    found = later[stage] + np.where(exist, 0.0, exists[stage])
+            return found
 
-        most = np.zeros(len(uses))
-        for stage, use in enumerate(uses):
-            for beside, running in actions(stage, use):
-                together = holds(stage, beside) + running + sum(holds(*other) for other in beside.others)
-                most[stage] = max(most[stage], together)
-        if not any(beside.others for use in uses for beside in use.forwards):
+        most = np.zeros(len(self.seconds))
+        for op, rows in split.actions.items():
+            together = holds(rows.own) + running(op, rows.own)
+            np.add.at(together, rows.row, holds(rows.others))
+            np.maximum.at(most, rows.own.stage, together)
+        if not split.share_ranks:
             return np.bincount(placement, most).astype(float)
         by_rank = np.zeros(int(placement.max()) + 1)
         np.maximum.at(by_rank, placement, most)
@@ -472,22 +472,6 @@ def in_flight(schedule: str, num_ranks: int, num_pieces: int, microbatches: int)
             found = len(stages) - stages
     held: IntArray = np.minimum(found, microbatches)
     return held
-
-
-@functools.lru_cache(4096)
-def splits(schedule: str, num_ranks: int, num_pieces: int, microbatches: int) -> tuple[ActionUse, ...] | None:
-    """By stage, what its actions have beside them where backwards are split, or ranks have several stages; else None.
-
-    After as many microbatches as there are stages, it is the same again and again. Of long schedules it is what a stage has beside them
-    alone, as if all stages of a rank were fullest at once.
-    """
-    num_stages = num_ranks * num_pieces
-    is_long = num_stages * min(microbatches, _ROUND * num_stages) > _LONG
-    if not schedule.startswith("zb") and (num_pieces == 1 or is_long):
-        return None
-    choice = choose(num_ranks, min(microbatches, _ROUND * num_stages), schedule=schedule, num_pieces=num_pieces)
-    uses = action_uses(choice.build(chain(num_stages), Costs.uniform(num_stages)), num_stages)
-    return tuple(use.alone for use in uses) if uses is not None and is_long else uses
 
 
 @functools.lru_cache(4096)

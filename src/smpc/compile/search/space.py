@@ -180,10 +180,7 @@ def shapes(world_size: int, batch_size: int, device: Device, tried: Tried) -> It
 
 def ways(shape: Shape, tried: Tried) -> Iterator[Candidate]:
     """The candidates of a shape."""
-    pipeline, number = shape.pipeline_parallel_degree, shape.microbatches
-    for schedule, pieces in schedules(pipeline, tried.schedules):
-        if size_violation(pipeline * pieces, number, searched=schedule == "list"):
-            continue
+    for schedule, pieces in schedules(shape, tried.schedules):
         for again in tried.again:
             for sharding in shardings(shape, tried.sharding):
                 yield candidate_of(shape, schedule, pieces, again, sharding)
@@ -328,14 +325,14 @@ def _placements(
     return tuple(found.values())
 
 
-def schedules(pipeline_degree: int, wanted: tuple[str, ...]) -> Iterator[tuple[str, int]]:
-    """Schedules and stages of a rank; on one rank all take as long, and 1f1b needs the least memory."""
-    if pipeline_degree == 1:
-        yield "1f1b", 1
-        return
-    for name, numbers in SCHEDULES:
-        if name in wanted:
-            yield from ((name, number) for number in numbers)
+def schedules(shape: Shape, wanted: tuple[str, ...]) -> Iterator[tuple[str, int]]:
+    """Schedules and stages of a rank, but for those of too many actions; on one rank all take as long, and 1f1b needs the least memory."""
+    pipeline = shape.pipeline_parallel_degree
+    known = [known for known in SCHEDULES if known[0] in wanted] if pipeline > 1 else [("1f1b", (1,))]
+    for name, numbers in known:
+        for pieces in numbers:
+            if not size_violation(pipeline * pieces, shape.microbatches, searched=name == "list"):
+                yield name, pieces
 
 
 def sharding_kinds(given: Sequence[str] | None, state: bool | None) -> tuple[Sharding, ...]:
