@@ -34,6 +34,7 @@ from smpc.partitioner.solvers.chain import (
 from smpc.partitioner.solvers.peaks import PeakRows
 
 _RAISES = (1.0, 1.02, 1.1, 1.3, 2.0, math.inf)
+_TRIES, _NEAR = 40, 1e-3  # of a good partition: how many, and how near to what cannot be is enough
 _NONE = np.iinfo(np.int64).max
 Values = Callable[[int, int, int], FloatArray]  # (start, stop, stage) -> value of start..j; inf where not allowed
 
@@ -135,26 +136,59 @@ def _rising_limited_chain(
     chain: LimitedChain, start: float, values: Values, windows: Callable[[float], list[tuple[int, int]] | None]
 ) -> tuple[float, tuple[int, ...]] | None:
     """The smallest largest value of a partition, and its ends; a partition of value v is in windows(v)."""
-    best: tuple[float, tuple[int, ...]] | None = None
+    known = _good_limited_chain(chain, start, values)
+    if known is not None:
+        allowed = windows(known[0])
+        found = None if allowed is None else _smallest_limited_chain(chain, values, allowed, known[0])
+        return known if found is None else found
     for raised in _RAISES:
         bound = start * raised if raised < math.inf else math.inf
         allowed = windows(bound)
-        found = None if allowed is None else _smallest_limited_chain(chain, values, allowed)
-        if found is not None and (best is None or found[0] < best[0]):
-            best = found
-        if best is not None and best[0] <= bound:
-            return best
-        if best is not None:
-            exact = windows(best[0])
-            again = None if exact is None else _smallest_limited_chain(chain, values, exact)
-            return again if again is not None and again[0] < best[0] else best
+        found = None if allowed is None else _smallest_limited_chain(chain, values, allowed, bound)
+        if found is not None:
+            return found
     return None
 
 
+def _good_limited_chain(chain: LimitedChain, start: float, values: Values) -> tuple[float, tuple[int, ...]] | None:
+    """A partition with a small largest value, and its ends: each stage takes as much as it may. None if none was found."""
+    best: tuple[float, tuple[int, ...]] | None = None
+    low, bound = start, start
+    for _ in range(_TRIES):
+        found = _greedy_limited_chain(chain, values, bound)
+        if found is not None:
+            best = found
+        else:
+            low = bound
+        if best is None:
+            bound *= 2.0
+        elif best[0] <= low * (1.0 + _NEAR):
+            break
+        else:
+            bound = (low + best[0]) / 2
+    return best
+
+
+def _greedy_limited_chain(chain: LimitedChain, values: Values, bound: float) -> tuple[float, tuple[int, ...]] | None:
+    """The partition in which each stage ends as late as the bound allows; None if the last one does not come to the end."""
+    n, num_stages = chain.model.forward.num_units, len(chain.model.in_flight)
+    ends: list[int] = []
+    largest = 0.0
+    for stage in range(num_stages):
+        start, stop = ends[-1] if ends else 0, n - (num_stages - 1 - stage)
+        row = values(start, stop, stage)
+        allowed = np.flatnonzero(row <= bound)
+        if not len(allowed) or (stage == num_stages - 1 and start + 1 + allowed[-1] != n):
+            return None
+        largest = max(largest, float(row[allowed[-1]]))
+        ends.append(start + 1 + int(allowed[-1]))
+    return largest, tuple(ends)
+
+
 def _smallest_limited_chain(
-    chain: LimitedChain, values: Values, windows: list[tuple[int, int]]
+    chain: LimitedChain, values: Values, windows: list[tuple[int, int]], most: float = math.inf
 ) -> tuple[float, tuple[int, ...]] | None:
-    """The partition within the windows whose largest value is smallest."""
+    """The partition within the windows whose largest value is smallest, and at most `most`."""
     low, best = 0, np.zeros(1)
     parents: list[tuple[int, IntArray]] = []
     for stage, (first, last) in enumerate(windows):
@@ -165,7 +199,7 @@ def _smallest_limited_chain(
                 break
             row = np.maximum(values(start, last, stage), best[k])[max(0, first - start - 1) :]
             span = slice(max(0, start + 1 - first), None)
-            better = row < new[span]
+            better = (row < new[span]) & (row <= most)
             new[span][better], parent[span][better] = row[better], start
         parents.append((first, parent))
         low, best = first, new

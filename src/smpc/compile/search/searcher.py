@@ -523,12 +523,16 @@ class _Searcher:
         return self.plans.result(candidate, planned), planned.plan
 
     def _proven(self, quick: Result, quick_plan: Plan) -> tuple[Result, Plan]:
-        """The best candidate planned with proof; its quick plan where that is faster."""
-        planned = self.plans.planned(quick.candidate, prove=True)
-        result, plan = replace(self.plans.result(quick.candidate, planned), without=quick.without), planned.plan
-        if result.step_time > quick.step_time:
-            proven = plan.objective.lower_bound  # of the same problem
-            result, plan = quick, with_bound(quick_plan, proven)
+        """The best candidate planned with proof; its quick plan where that is faster, or as good as whatever ignores the limit."""
+        planned = self.plans.planned(quick.candidate, _NO_LIMIT, prove=True)
+        objective = planned.plan.objective
+        result, plan = quick, with_bound(quick_plan, objective.lower_bound)
+        if max(rank_peaks(planned.plan).values()) > self.setting.limit and plan.objective.gap > TOLERANCE:
+            planned = self.plans.planned(quick.candidate, prove=True)
+        found = replace(self.plans.result(quick.candidate, planned), without=quick.without)
+        if found.peak_bytes <= self.setting.limit and found.step_time <= quick.step_time:
+            objective = replace(planned.plan.objective, memory_limit=self.setting.limit)
+            result, plan = found, replace(planned.plan, objective=objective)
         self.results[self.results.index(quick)] = result
         return result, plan
 
