@@ -11,7 +11,8 @@ import lightning
 from documented import all_blocks
 from executor_harness import run_workers
 from hugging_face_jobs import Data, as_rank
-from lightning_jobs import Module, train
+from lightning.pytorch.utilities import grad_norm
+from lightning_jobs import COUNTS, Module, train
 from torch.utils.data import DataLoader
 
 import smpc.v1 as smp
@@ -145,3 +146,48 @@ def test_what_a_pipeline_cannot_follow_is_one_error(tmp_path):
         assert [line.split(":")[0] for line in text.splitlines()] == [
             "PipelineStrategy", "head", "automatic_optimization", "precision",
         ]  # fmt: skip
+
+
+class Normed(Module):
+    """Logs the norm of each gradient, as Lightning's pages have it."""
+
+    def __init__(self):
+        super().__init__("gpt2")
+        self.norms = []
+
+    def on_before_optimizer_step(self, optimizer):
+        inner = self.model.get_module() if isinstance(self.model, smp.DistributedModel) else self.model
+        norms = grad_norm(self, 2), grad_norm(self.model, "inf", "."), grad_norm(inner.transformer.h[2], 1)
+        self.norms.append([{name: float(norm) for name, norm in each.items()} for each in norms])
+
+
+def train_normed(pipeline=None):
+    torch.manual_seed(0)
+    strategy = "auto" if pipeline is None else PipelineStrategy(pipeline, count=COUNTS["gpt2"])
+    trainer = lightning.Trainer(
+        strategy=strategy, accelerator="cpu", devices=1, logger=False, max_steps=2, enable_checkpointing=False, enable_progress_bar=False,
+        enable_model_summary=False,
+    )  # fmt: skip
+    module = Normed()
+    trainer.fit(module, DataLoader(Data("gpt2"), batch_size=8))
+    return module.norms
+
+
+def norms_of_ranks(rank, folder):
+    as_rank(rank, 2)
+    found = train_normed(PIPELINE)
+    smp.shutdown()
+    layer = torch.nn.Linear(2, 2)
+    layer(torch.ones(1, 2)).sum().backward()
+    return found, grad_norm(layer, 2)
+
+
+def test_lightning_s_norms_of_gradients_are_those_of_all_ranks(tmp_path):
+    """A rank had those of its own stage, and a total of these."""
+    expected = train_normed()
+    for found, after in run_workers(norms_of_ranks, 2, tmp_path):
+        for own, wanted in zip(found, expected, strict=True):
+            for each, other in zip(own, wanted, strict=True):
+                assert list(each) == list(other)
+                assert each == pytest.approx(other, rel=1e-4, abs=1e-6)
+        assert float(after["grad_2.0_norm_total"]) == pytest.approx(6**0.5)

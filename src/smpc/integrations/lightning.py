@@ -51,6 +51,8 @@ try:
     from lightning.pytorch.strategies import Strategy
     from lightning.pytorch.trainer.states import TrainerFn
     from lightning.pytorch.utilities.rank_zero import rank_zero_only
+
+    from smpc.integrations.lightning_norms import exchange_grad_norm
 except ModuleNotFoundError as error:
     needed = f"smpc.integrations.lightning needs {error.name}: pip install 'smpc[lightning]'"
     raise ModuleNotFoundError(needed, name=error.name) from error
@@ -98,6 +100,7 @@ class PipelineStrategy(Strategy):  # type: ignore[misc]
         self._name, self._count = network, count
         self._has_warned = False
         self._rehearsals: dict[str, Rehearsal] = {}
+        self._take_back_norms: Callable[[], None] = lambda: None
         self._is_first = True  # whether gradients of the next batch are the first of an update
         self.global_rank, self.local_rank, self.world_size = smp.rank(), smp.local_rank(), smp.size()
         rank_zero_only.rank = self.global_rank
@@ -146,6 +149,7 @@ class PipelineStrategy(Strategy):  # type: ignore[misc]
         self._name = _check_module(module, self._name, self.precision_plugin)
         if not isinstance(self.network, smp.DistributedModel):
             setattr(module, self._name, smp.DistributedModel(self.network))
+        self._take_back_norms = exchange_grad_norm()
         self.model = module
         if trainer.state.fn == TrainerFn.FITTING:
             with self.standing_in(self.network.get_module()):  # which has children, to make groups of parameters of
@@ -158,6 +162,7 @@ class PipelineStrategy(Strategy):  # type: ignore[misc]
 
     def teardown(self) -> None:
         """Leave the module where it is."""
+        self._take_back_norms()
         self.precision_plugin.teardown()
         assert self.accelerator is not None
         self.accelerator.teardown()
