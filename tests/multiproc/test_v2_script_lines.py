@@ -6,10 +6,10 @@ import torch.distributed.checkpoint as dcp
 from checkpoint_harness import run_ranks, values_of
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, get_state_dict
-from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
 
 import smpc.v2 as tsm
-from smpc.errors import ConfigError, UsageError
+from smpc.errors import ConfigError, StepError, UsageError
 from smpc.v2.distributed.checkpoint.state_dict_saver import save
 
 FULL = StateDictOptions(full_state_dict=True)
@@ -280,3 +280,34 @@ def test_two_models_whose_parameters_have_the_same_names(tmp_path):
     dcp.load(loaded, checkpoint_id=path, no_dist=True)
     check(plain(loaded["teacher"]), teacher)
     check(plain(loaded["student"]), student)
+
+
+class Router(nn.Module):
+    """As routers of mixtures are that compute in fp32, whatever the model is in."""
+
+    def __init__(self):
+        super().__init__()
+        self.classifier = nn.Linear(8, 8)
+
+    def forward(self, x):
+        self.classifier = self.classifier.to(torch.float32)
+        return self.classifier(x.float()).to(x.dtype)
+
+
+def converts(rank, channel):
+    tsm.init({"hybrid_shard_degree": 2})
+    model = nn.Sequential(nn.Linear(8, 8), Router())
+    policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
+    for module in (*model, model):
+        fully_shard(module, mp_policy=policy)
+    text = r"forward converts 1\.classifier\.weight from torch\.bfloat16 to torch\.float32, which lasts.*before fully_shard"
+    with pytest.raises(StepError, match=text):
+        model(batch(rank))
+    model[1].forward = lambda x: model[1].classifier(x)
+    loss_of(model, rank).backward()
+    return True
+
+
+def test_a_forward_that_converts_trained_parameters_is_refused(tmp_path):
+    """torch's own words were "FSDP expects uniform gradient dtype", in the first backward."""
+    assert all(values_of(run_ranks(2, converts, tmp_path)))

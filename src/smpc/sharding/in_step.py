@@ -23,6 +23,7 @@ import functools
 import weakref
 import zlib
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from typing import Any, NoReturn
 
 import torch
@@ -34,6 +35,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from smpc.errors import StepError
 from smpc.sharding.backwards import BEGIN, COME_TO, Backwards, is_in_backward
+from smpc.sharding.conversions import conversions_refused
 from smpc.sharding.uses import Uses
 from smpc.sharding.whole_parameters import WholeParameters
 
@@ -66,15 +68,19 @@ class InStep:
         self._backwards.before_gather = self._before_gather
         if wholes is not None:
             self._backwards.at_end = wholes.average
+        self._first_forward = ExitStack()  # no parameters change their type in it
+        self._has_run = False
         for name in roots:
             root: nn.Module = roots[name]  # type: ignore[assignment]
             root.register_forward_pre_hook(functools.partial(self._enter, name), prepend=True)
             root.register_forward_hook(functools.partial(self._leave, name))
+            root.register_forward_hook(self._end_first_forward, always_call=True)
         handle = register_optimizer_step_pre_hook(functools.partial(_before_update, weakref.ref(self)))
         weakref.finalize(self, handle.remove)
 
     def begin(self) -> None:
         """A forward has begun without this one's knowledge."""
+        self._begin_first_forward()
         if torch.is_grad_enabled():
             self._backwards.begin_call([True] * len(self._units), looks=False)
 
@@ -86,7 +92,10 @@ class InStep:
         self._backwards.close()
 
     def _enter(self, name: str, *_: object) -> None:
-        if is_in_backward() or not torch.is_grad_enabled():
+        if is_in_backward():
+            return
+        self._begin_first_forward()
+        if not torch.is_grad_enabled():
             return
         if name in self._called or not self._backwards.is_called:
             self._called.clear()
@@ -107,6 +116,15 @@ class InStep:
             self._come_to(number)
         else:
             self._gathered.append(number)
+
+    def _begin_first_forward(self) -> None:
+        if not self._has_run:
+            self._has_run = True
+            roots: list[Any] = [*self._roots.values()]
+            self._first_forward.enter_context(conversions_refused(roots, "fully_shard"))
+
+    def _end_first_forward(self, *_: object) -> None:
+        self._first_forward.close()
 
     def before_update(self, optimizer: torch.optim.Optimizer) -> None:
         """An optimizer is about to update parameters."""
