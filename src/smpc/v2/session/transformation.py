@@ -116,9 +116,8 @@ def _share_model(
     )
     is_shared = tensor is not None or context is not None
     if experts is not None or moe is not None:
-        holders = session.mesh.size(Axis.EXPERT_DATA)
         sources = FIRST_RANK if from_rank0 else None
-        divide_experts(model, experts, moe, holders, sources, is_recorded=is_shared)
+        divide_experts(model, experts, moe, sources, is_recorded=is_shared)
     if is_shared:
         samples = samples_of(model, config) if tensor is not None else []
         sources = session.mesh.first_group(Axis.EP) if from_rank0 else None
