@@ -311,3 +311,37 @@ def converts(rank, channel):
 def test_a_forward_that_converts_trained_parameters_is_refused(tmp_path):
     """torch's own words were "FSDP expects uniform gradient dtype", in the first backward."""
     assert all(values_of(run_ranks(2, converts, tmp_path)))
+
+
+def saves_by_torch(rank, channel, path):
+    tsm.init(TENSOR)
+    model = transformed()
+    optimizer = sgd(model)
+    loss_of(model, 0).backward()
+    optimizer.step()
+    state = dict(zip(("model", "optimizer"), get_state_dict(model, optimizer), strict=True))
+    dcp.save({**state, "step": 1}, checkpoint_id=path)
+    other = transformed()
+    with torch.no_grad():
+        for parameter in other.parameters():
+            parameter.zero_()
+    found = {"model": other.state_dict(), "step": 0}
+    dcp.load(found, checkpoint_id=path)
+    return found["step"], loss_of(other, 1).item() - loss_of(model, 1).item()
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_torch_s_own_checkpoints_have_whole_tensors(tmp_path):
+    """Of slices, and of experts, of one name it had written the first rank's, without a word."""
+    path = str(tmp_path / "saved")
+    assert values_of(run_ranks(2, saves_by_torch, tmp_path, path)) == [(1, 0.0)] * 2
+    model, loaded = Net(), {"model": Net().state_dict(), "optimizer": {"state": {}}}
+    optimizer = sgd(model)
+    loss_of(model, 0).backward()
+    optimizer.step()
+    momenta = {name: torch.zeros_like(parameter) for name, parameter in model.named_parameters()}
+    loaded["optimizer"]["state"] = {name: {"momentum_buffer": value} for name, value in momenta.items()}
+    dcp.load(loaded, checkpoint_id=path, no_dist=True)
+    check(plain(loaded["model"]), model)
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(momenta[name], optimizer.state[parameter]["momentum_buffer"], rtol=1e-4, atol=1e-6)
