@@ -345,3 +345,36 @@ def test_torch_s_own_checkpoints_have_whole_tensors(tmp_path):
     check(plain(loaded["model"]), model)
     for name, parameter in model.named_parameters():
         torch.testing.assert_close(momenta[name], optimizer.state[parameter]["momentum_buffer"], rtol=1e-4, atol=1e-6)
+
+
+def averages_weights(model, average, shards):
+    """A model, and the average of its weights, which is called after the first update alone; what the latter has lost."""
+    average.requires_grad_(False)
+    optimizer, losses = sgd(model), []
+    for step in range(3):
+        optimizer.zero_grad()
+        loss_of(model, step).backward()
+        optimizer.step()
+        for module in (*model.modules(), *average.modules()) if shards else ():
+            module.reshard()
+        with torch.no_grad():
+            for own, other in zip(average.parameters(), model.parameters(), strict=True):
+                own.lerp_(other, 0.5)
+            losses.append(loss_of(average, 9).item())
+    return losses
+
+
+def averages_on_ranks(rank, channel):
+    tsm.init({"hybrid_shard_degree": 2})
+    models = Net(), Net(32)
+    for model in models:
+        for module in (*model.children(), model):
+            fully_shard(module)
+    return averages_weights(*models, True)
+
+
+def test_a_sharded_model_that_is_not_called_before_another_is_trained(tmp_path):
+    """The end of the first model's backward was one of the second's, too, which torch had not begun: an AttributeError."""
+    expected = averages_weights(Net(), Net(32), False)
+    for found in values_of(run_ranks(2, averages_on_ranks, tmp_path)):
+        assert found == pytest.approx(expected, rel=1e-5)
