@@ -24,7 +24,7 @@ import weakref
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from typing import Any, NoReturn
+from typing import Any, NoReturn, cast
 
 import torch
 import torch.distributed as dist
@@ -32,6 +32,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.utils.hooks import RemovableHandle
 
 from smpc.errors import StepError
 from smpc.sharding.backwards import BEGIN, COME_TO, Backwards, is_in_backward
@@ -68,19 +69,24 @@ class InStep:
         self._backwards.before_gather = self._before_gather
         if wholes is not None:
             self._backwards.at_end = wholes.average
-        self._first_forward = ExitStack()  # no parameters change their type in it
-        self._has_run = False
+        self._first_forward: ExitStack | None = ExitStack()  # no parameters change their type in it
+        self._first_forward_ends: list[RemovableHandle] = []
         for name in roots:
             root: nn.Module = roots[name]  # type: ignore[assignment]
             root.register_forward_pre_hook(functools.partial(self._enter, name), prepend=True)
             root.register_forward_hook(functools.partial(self._leave, name))
-            root.register_forward_hook(self._end_first_forward, always_call=True)
+            self._first_forward_ends.append(
+                root.register_forward_hook(
+                    functools.partial(self._end_first_forward, self._first_forward), always_call=True
+                )
+            )
         handle = register_optimizer_step_pre_hook(functools.partial(_before_update, weakref.ref(self)))
         weakref.finalize(self, handle.remove)
 
     def begin(self) -> None:
         """A forward has begun without this one's knowledge."""
-        self._begin_first_forward()
+        if self._first_forward is not None:
+            self._begin_first_forward(self._first_forward)
         if torch.is_grad_enabled():
             self._backwards.begin_call([True] * len(self._units), looks=False)
 
@@ -94,7 +100,8 @@ class InStep:
     def _enter(self, name: str, *_: object) -> None:
         if is_in_backward():
             return
-        self._begin_first_forward()
+        if self._first_forward is not None:
+            self._begin_first_forward(self._first_forward)
         if not torch.is_grad_enabled():
             return
         if name in self._called or not self._backwards.is_called:
@@ -117,14 +124,15 @@ class InStep:
         else:
             self._gathered.append(number)
 
-    def _begin_first_forward(self) -> None:
-        if not self._has_run:
-            self._has_run = True
-            roots: list[Any] = [*self._roots.values()]
-            self._first_forward.enter_context(conversions_refused(roots, "fully_shard"))
+    def _begin_first_forward(self, context: ExitStack) -> None:
+        self._first_forward = None
+        context.enter_context(conversions_refused(cast(list[nn.Module], [*self._roots.values()]), "fully_shard"))
+        for handle in self._first_forward_ends:
+            context.callback(handle.remove)
 
-    def _end_first_forward(self, *_: object) -> None:
-        self._first_forward.close()
+    @staticmethod
+    def _end_first_forward(context: ExitStack, *_: object) -> None:
+        context.close()
 
     def before_update(self, optimizer: torch.optim.Optimizer) -> None:
         """An optimizer is about to update parameters."""
