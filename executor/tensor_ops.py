@@ -14,7 +14,7 @@ or join are contiguous, so that code can view them.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -133,10 +133,24 @@ def to_partial(tensor: Tensor, group: TensorGroup) -> Tensor:
     )
 
 
-def on_summands(module: nn.Module, names: tuple[str, ...], group: TensorGroup, *args: Any, **kwargs: Any) -> Any:
+class CalledWith(Protocol):
+    """What stands for a module in a program, and calls it with other tensors in place of parameters."""
+
+    def get_parameter(self, target: str) -> Tensor:
+        """As of a module."""
+
+    def called_with(self, tensors: dict[str, Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The result of a call with these tensors in place of the module's parameters of these names."""
+
+
+def on_summands(
+    module: nn.Module | CalledWith, names: tuple[str, ...], group: TensorGroup, *args: Any, **kwargs: Any
+) -> Any:
     """Calls a module with summands in place of the parameters of these names: what they are added to is a summand on each rank."""
     summands = {name: to_partial(module.get_parameter(name), group) for name in names}
-    return functional_call(module, summands, args, kwargs)
+    if isinstance(module, nn.Module):
+        return functional_call(module, summands, args, kwargs)
+    return module.called_with(summands, args, kwargs)
 
 
 def embedding(ids: Tensor, rows: Tensor, padding_idx: int | None, group: TensorGroup) -> Tensor:

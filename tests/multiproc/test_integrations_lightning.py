@@ -11,8 +11,9 @@ import lightning
 from documented import all_blocks
 from executor_harness import run_workers
 from hugging_face_jobs import Data, as_rank
-from lightning_jobs import Module, train
-from torch.utils.data import DataLoader
+from lightning.pytorch.utilities import grad_norm
+from lightning_jobs import COUNTS, Module, train
+from torch.utils.data import DataLoader, DistributedSampler
 
 import smpc.v1 as smp
 from smpc.errors import ConfigUnsupportedError, UsageError
@@ -145,3 +146,93 @@ def test_what_a_pipeline_cannot_follow_is_one_error(tmp_path):
         assert [line.split(":")[0] for line in text.splitlines()] == [
             "PipelineStrategy", "head", "automatic_optimization", "precision",
         ]  # fmt: skip
+
+
+class Normed(Module):
+    """Logs the norm of each gradient, as Lightning's pages have it."""
+
+    def __init__(self):
+        super().__init__("gpt2")
+        self.norms = []
+
+    def on_before_optimizer_step(self, optimizer):
+        inner = self.model.get_module() if isinstance(self.model, smp.DistributedModel) else self.model
+        norms = grad_norm(self, 2), grad_norm(self.model, "inf", "."), grad_norm(inner.transformer.h[2], 1)
+        self.norms.append([{name: float(norm) for name, norm in each.items()} for each in norms])
+
+
+def train_normed(pipeline=None):
+    torch.manual_seed(0)
+    strategy = "auto" if pipeline is None else PipelineStrategy(pipeline, count=COUNTS["gpt2"])
+    trainer = lightning.Trainer(
+        strategy=strategy, accelerator="cpu", devices=1, logger=False, max_steps=2, enable_checkpointing=False, enable_progress_bar=False,
+        enable_model_summary=False,
+    )  # fmt: skip
+    module = Normed()
+    trainer.fit(module, DataLoader(Data("gpt2"), batch_size=8))
+    return module.norms
+
+
+def norms_of_ranks(rank, folder):
+    as_rank(rank, 2)
+    found = train_normed(PIPELINE)
+    smp.shutdown()
+    layer = torch.nn.Linear(2, 2)
+    layer(torch.ones(1, 2)).sum().backward()
+    return found, grad_norm(layer, 2)
+
+
+def test_lightning_s_norms_of_gradients_are_those_of_all_ranks(tmp_path):
+    """A rank had those of its own stage, and a total of these."""
+    expected = train_normed()
+    for found, after in run_workers(norms_of_ranks, 2, tmp_path):
+        for own, wanted in zip(found, expected, strict=True):
+            for each, other in zip(own, wanted, strict=True):
+                assert list(each) == list(other)
+                assert each == pytest.approx(other, rel=1e-4, abs=1e-6)
+        assert float(after["grad_2.0_norm_total"]) == pytest.approx(6**0.5)
+
+
+class Synchronized(Module):
+    """Logs numbers of all replicas."""
+
+    def training_step(self, batch, batch_idx):
+        loss = self.model(**batch).loss
+        self.log("loss", loss, on_step=True, on_epoch=True, sync_dist=True)
+        self.log("largest", loss, reduce_fx="max", sync_dist=True)
+        return loss
+
+    def on_train_epoch_end(self):
+        self.log("replica", float(smp.dp_rank()) if smp.is_initialized() else 0.5, sync_dist=True)
+
+
+def train_replicas(pipeline=None):
+    torch.manual_seed(0)
+    strategy = "auto" if pipeline is None else PipelineStrategy(pipeline)
+    data = torch.utils.data.Subset(Data("vit"), range(16))
+    sampler = None if pipeline is None else DistributedSampler(data, smp.dp_size(), smp.dp_rank(), shuffle=False)
+    trainer = lightning.Trainer(
+        strategy=strategy, accelerator="cpu", devices=1, logger=False, max_epochs=1, enable_checkpointing=False, enable_progress_bar=False,
+        enable_model_summary=False,
+    )  # fmt: skip
+    module, loader = Synchronized("vit"), DataLoader(data, batch_size=8 if pipeline is None else 4, sampler=sampler)
+    trainer.fit(module, loader)
+    found = {name: float(value) for name, value in trainer.callback_metrics.items()}
+    return found, torch.cat(trainer.predict(module, loader))
+
+
+def train_as_replica(rank, folder):
+    as_rank(rank, 2)
+    found = train_replicas({"pipeline_parallel_degree": 1, "microbatches": 2, "ddp": True})
+    smp.shutdown()
+    return found
+
+
+def test_numbers_and_predictions_of_replicas(tmp_path):
+    """`sync_dist` had no effect: ranks logged their own replica's numbers. Predictions asked for a sampler that the loader had."""
+    expected, rows = train_replicas()
+    for rank, (found, predicted) in enumerate(run_workers(train_as_replica, 2, tmp_path)):
+        assert found.pop("largest_step", None) is None
+        assert found["largest"] >= expected["largest"] - 1e-5
+        assert {**found, "largest": 0} == pytest.approx({**expected, "largest": 0}, rel=1e-5)
+        torch.testing.assert_close(predicted, rows[rank::2], rtol=1e-3, atol=1e-3)

@@ -6,10 +6,10 @@ import torch.distributed.checkpoint as dcp
 from checkpoint_harness import run_ranks, values_of
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, get_state_dict
-from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
 
 import smpc.v2 as tsm
-from smpc.errors import ConfigError, UsageError
+from smpc.errors import ConfigError, StepError, UsageError
 from smpc.v2.distributed.checkpoint.state_dict_saver import save
 
 FULL = StateDictOptions(full_state_dict=True)
@@ -280,3 +280,101 @@ def test_two_models_whose_parameters_have_the_same_names(tmp_path):
     dcp.load(loaded, checkpoint_id=path, no_dist=True)
     check(plain(loaded["teacher"]), teacher)
     check(plain(loaded["student"]), student)
+
+
+class Router(nn.Module):
+    """As routers of mixtures are that compute in fp32, whatever the model is in."""
+
+    def __init__(self):
+        super().__init__()
+        self.classifier = nn.Linear(8, 8)
+
+    def forward(self, x):
+        self.classifier = self.classifier.to(torch.float32)
+        return self.classifier(x.float()).to(x.dtype)
+
+
+def converts(rank, channel):
+    tsm.init({"hybrid_shard_degree": 2})
+    model = nn.Sequential(nn.Linear(8, 8), Router())
+    policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
+    for module in (*model, model):
+        fully_shard(module, mp_policy=policy)
+    text = r"forward converts 1\.classifier\.weight from torch\.bfloat16 to torch\.float32, which lasts.*before fully_shard"
+    with pytest.raises(StepError, match=text):
+        model(batch(rank))
+    model[1].forward = lambda x: model[1].classifier(x)
+    loss_of(model, rank).backward()
+    return True
+
+
+def test_a_forward_that_converts_trained_parameters_is_refused(tmp_path):
+    """torch's own words were "FSDP expects uniform gradient dtype", in the first backward."""
+    assert all(values_of(run_ranks(2, converts, tmp_path)))
+
+
+def saves_by_torch(rank, channel, path):
+    tsm.init(TENSOR)
+    model = transformed()
+    optimizer = sgd(model)
+    loss_of(model, 0).backward()
+    optimizer.step()
+    state = dict(zip(("model", "optimizer"), get_state_dict(model, optimizer), strict=True))
+    dcp.save({**state, "step": 1}, checkpoint_id=path)
+    other = transformed()
+    with torch.no_grad():
+        for parameter in other.parameters():
+            parameter.zero_()
+    found = {"model": other.state_dict(), "step": 0}
+    dcp.load(found, checkpoint_id=path)
+    return found["step"], loss_of(other, 1).item() - loss_of(model, 1).item()
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_torch_s_own_checkpoints_have_whole_tensors(tmp_path):
+    """Of slices, and of experts, of one name it had written the first rank's, without a word."""
+    path = str(tmp_path / "saved")
+    assert values_of(run_ranks(2, saves_by_torch, tmp_path, path)) == [(1, 0.0)] * 2
+    model, loaded = Net(), {"model": Net().state_dict(), "optimizer": {"state": {}}}
+    optimizer = sgd(model)
+    loss_of(model, 0).backward()
+    optimizer.step()
+    momenta = {name: torch.zeros_like(parameter) for name, parameter in model.named_parameters()}
+    loaded["optimizer"]["state"] = {name: {"momentum_buffer": value} for name, value in momenta.items()}
+    dcp.load(loaded, checkpoint_id=path, no_dist=True)
+    check(plain(loaded["model"]), model)
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(momenta[name], optimizer.state[parameter]["momentum_buffer"], rtol=1e-4, atol=1e-6)
+
+
+def averages_weights(model, average, shards):
+    """A model, and the average of its weights, which is called after the first update alone; what the latter has lost."""
+    average.requires_grad_(False)
+    optimizer, losses = sgd(model), []
+    for step in range(3):
+        optimizer.zero_grad()
+        loss_of(model, step).backward()
+        optimizer.step()
+        for module in (*model.modules(), *average.modules()) if shards else ():
+            module.reshard()
+        with torch.no_grad():
+            for own, other in zip(average.parameters(), model.parameters(), strict=True):
+                own.lerp_(other, 0.5)
+            losses.append(loss_of(average, 9).item())
+    return losses
+
+
+def averages_on_ranks(rank, channel):
+    tsm.init({"hybrid_shard_degree": 2})
+    models = Net(), Net(32)
+    for model in models:
+        for module in (*model.children(), model):
+            fully_shard(module)
+    return averages_weights(*models, True)
+
+
+def test_a_sharded_model_that_is_not_called_before_another_is_trained(tmp_path):
+    """The end of the first model's backward was one of the second's, too, which torch had not begun: an AttributeError."""
+    expected = averages_weights(Net(), Net(32), False)
+    for found in values_of(run_ranks(2, averages_on_ranks, tmp_path)):
+        assert found == pytest.approx(expected, rel=1e-5)

@@ -29,6 +29,7 @@ from transformed import (
 )
 
 import smpc.v2 as tsm
+from smpc.errors import ConfigUnsupportedError
 from smpc.v2.delayed_param import DelayedParamIniter
 from smpc.v2.grad_norm import clip_grad_norm_
 from smpc.v2.tensor_parallel.transformer import TransformerLayer
@@ -98,6 +99,29 @@ def test_sequences_beside_replicas(tmp_path):
 )
 def test_slices_of_weights(size, family, degrees, fsdp, checkpoints, loss_of, tmp_path):
     check_losses(tmp_path, size, family, degrees, fsdp, checkpoints, loss_of)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("fsdp", [1, 2])
+def test_experts_with_a_bias_that_is_added_once(fsdp, tmp_path):
+    """The program passed what stands for the module on to torch, whose TypeError said that it is none."""
+    check_losses(tmp_path, 2, "gpt_oss", {"tensor_parallel_degree": 2}, fsdp)
+
+
+def shards_experts(rank, channel):
+    tsm.init({"tensor_parallel_degree": 2})
+    model = tsm.transform(build("gpt_oss"))
+    fully_shard(model.model.layers[0].mlp.experts)
+    with pytest.raises(
+        ConfigUnsupportedError, match=r"GptOssExperts: expected nothing around a module whose down_proj_bias"
+    ):
+        loss_of_model(model, batch(0, 0))
+    return True
+
+
+@pytest.mark.long
+def test_nothing_is_around_experts_with_such_a_bias(tmp_path):
+    assert all(values_of(run_ranks(2, shards_experts, tmp_path)))
 
 
 def in_bf16(model, fsdp):

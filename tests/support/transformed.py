@@ -27,10 +27,21 @@ SMALL = {
     "max_position_embeddings": 32,
     "use_cache": False,
 }
+ROPE = {"rope_type": "default", "rope_theta": 10000.0}
 FAMILIES = {
     "llama": ("Llama", {"num_key_value_heads": 2}),
     "gpt_neox": ("GPTNeoX", {"hidden_dropout": 0.0, "attention_dropout": 0.0}),
     "mixtral": ("Mixtral", {"num_key_value_heads": 2, "num_local_experts": 4}),
+    "gpt_oss": (
+        "GptOss",
+        {
+            "num_key_value_heads": 2,
+            "num_local_experts": 4,
+            "head_dim": 4,
+            "num_experts_per_tok": 2,
+            "rope_parameters": ROPE,
+        },
+    ),
     "dropout": ("GPTNeoX", {"hidden_dropout": 0.2, "attention_dropout": 0.2}),
 }
 SHARED = {"tensor_parallel_degree": 2, "hybrid_shard_degree": 2}

@@ -106,7 +106,7 @@ class State:
     `run_name`, `eval_outputs`: as the Trainer has them. `best`: the lowest evaluation loss so far. `scale`: the loss scale in amp_fp16.
     `loader`: the `state_dict` of a data loader within this epoch, None at the end of one, and for loaders without. `begun`: the random
     state at the beginning of this epoch's data; for a loader with a `state_dict`, at its next batch. `numbered`: see
-    `smpc.fsdp.Prepared`.
+    `smpc.fsdp.Prepared`. `kept`: the names in `save_folder` of the run's checkpoints, oldest first, where their number is limited.
     """
 
     model: ComposerModel
@@ -121,6 +121,7 @@ class State:
     loader: Any = None
     begun: Mapping[str, Any] | None = None
     numbered: Mapping[str, tuple[int, int]] = field(default_factory=dict)
+    kept: list[str] = field(default_factory=list)
     eval_outputs: list[Any] = field(default_factory=list)
 
 
@@ -136,6 +137,7 @@ def _plain_state(state: State, groups: bool = True) -> dict[str, Any]:
         "run_name": state.run_name,
         "microbatch": state.device_train_microbatch_size,
         "best": state.best,
+        "kept": state.kept,
         "scale": None if state.scale is None else [state.scale.factor, state.scale.good, state.scale.bad],
         "schedulers": [encoded(encodable(scheduler.state_dict())) for scheduler in state.schedulers],
         "groups": [
@@ -409,6 +411,7 @@ def rest_loading(state: State, reader: Reader, ignore: Sequence[str]) -> Callabl
         state.device_train_microbatch_size = state.device_train_microbatch_size or reader.plain.get("microbatch")
         best = reader.plain.get("best")
         state.best = None if best is None or math.isnan(best) else best  # older versions stored NaN
+        state.kept = list(reader.plain.get("kept", ()))
         if state.scale is not None and reader.plain.get("scale"):
             state.scale.factor, state.scale.good, state.scale.bad = reader.plain["scale"]
 
@@ -476,10 +479,13 @@ def _check_plain(plain: Mapping[str, Any]) -> None:
         wrong.append(f"best: {best!r}")
     if size is not None and not (_is_number(size, int) and size):
         wrong.append(f"microbatch: {size!r}")
+    kept = plain.get("kept", [])
+    if not (isinstance(kept, list) and all(isinstance(name, str) for name in kept)):
+        wrong.append(f"kept: {kept!r}")
     if scale is not None and not (len(scale) == 3 and all(_is_number(value, int | float) for value in scale)):
         wrong.append(f"scale: {scale!r}")
     if wrong:
-        raise CheckpointError(f"the checkpoint: expected numbers as a run has them, found {'; '.join(wrong)[:500]}")
+        raise CheckpointError(f"the checkpoint: expected values as a run has them, found {'; '.join(wrong)[:500]}")
 
 
 def _is_number(value: Any, kind: Any) -> bool:

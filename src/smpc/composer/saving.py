@@ -15,6 +15,7 @@ from typing import Any
 from torch.distributed.checkpoint.planner import SavePlanner
 
 from smpc import dist
+from smpc.checkpoint.torch_format.agreement import is_url
 from smpc.composer import checkpoint, storage
 from smpc.composer.checkpoint import State
 from smpc.composer.checkpoint_readers import check_is_whole, progress_of
@@ -71,7 +72,6 @@ class SaveSettings:
         self._filename, self._latest, self._prefix, self._best = names
         self._overwrite, self._weights_only, self._keep = overwrite, weights_only, keep
         self._planner = planner
-        self._saved: list[str] = []
         self.newest_batch: int | None = None
 
     def _named(self, template: str, state: State) -> str:
@@ -141,16 +141,21 @@ class SaveSettings:
     def _checkpoints(self, state: State) -> list[str]:
         """The paths in the folder that checkpoints of this run may have, but for the best one."""
         assert self.folder is not None, "checked by those who call"
-        template = os.path.normpath(self._prefix or self._filename)
+        depth = os.path.normpath(self._prefix or self._filename).count("/") + 1
+        pattern = self._pattern(state)
+        paths = storage.entries(self.folder, depth)
+        return [path for path in paths if re.fullmatch(pattern, os.path.relpath(path, self.folder))]
+
+    def _pattern(self, state: State) -> str:
+        """What the names in the folder match that checkpoints of this run may have."""
         pattern = ""
-        for text, field, how, _ in Formatter().parse(template):
+        for text, field, how, _ in Formatter().parse(os.path.normpath(self._prefix or self._filename)):
             pattern += re.escape(text)
             if field in ("run_name", "rank", "local_rank", "node_rank"):
                 pattern += re.escape(self._named(f"{{{field}{f':{how}' if how else ''}}}", state))
             elif field is not None:
                 pattern += " *[0-9]+"
-        paths = storage.entries(self.folder, template.count("/") + 1)
-        return [path for path in paths if re.fullmatch(pattern, os.path.relpath(path, self.folder))]
+        return pattern
 
     def save_best(self, state: State, loss: float) -> None:
         """After an evaluation: if its loss is the least so far, write the checkpoint that is kept for it; NaN never is. Collective."""
@@ -207,24 +212,38 @@ class SaveSettings:
             raise UsageError("save_checkpoint: expected a path, or save_folder in the Trainer")
         folder = self.folder if self.folder is not None else os.path.dirname(path or "")
         target = "" if path is None else self._named(os.fspath(path), state)
-        target = target or os.path.join(folder, self._named(self._prefix or self._filename, state))
+        name = os.path.normpath(self._named(self._prefix or self._filename, state))
+        target = target or os.path.join(folder, name)
         latest = self.latest(state) if path is None else None
         if latest is not None and os.path.normpath(latest) == os.path.normpath(target):
             raise ConfigError(f"save_latest_filename: expected another name than a checkpoint's, found {latest!r}")
-        is_again = path is None and self.newest_batch == state.timestamp.batch and target in self._saved
-        self._write()(state, target, weights_only=self._weights_only, overwrite=self._overwrite or is_again)
-        if path is None:  # one written over counts once, one that the script asks for stays
+        is_again = path is None and self.newest_batch == state.timestamp.batch
+        before = state.kept
+        if path is None and self._keep >= 0:  # one written over counts once, one that the script asks for stays
+            state.kept = [kept for kept in before if kept != name] + [name]
+        try:
+            self._write()(state, target, weights_only=self._weights_only, overwrite=self._overwrite or is_again)
+        except BaseException:
+            state.kept = before
+            raise
+        if path is None:
             self.newest_batch = state.timestamp.batch
-            self._saved = [saved for saved in self._saved if saved != target] + [target]
 
         def finish() -> None:
             if latest is not None:
                 storage.link(target, latest)
-            while 0 <= self._keep < len(self._saved):
-                storage.remove_from_storage(self._saved.pop(0))
+            for old in state.kept[: -self._keep] if self._keep > 0 else ():
+                storage.remove_from_storage(os.path.join(folder, old))
 
         storage.on_rank_0(finish)
+        state.kept = state.kept[-self._keep :] if self._keep > 0 else state.kept
         return target
+
+    def go_on(self, state: State, path: str) -> None:
+        """The run has been loaded from a checkpoint: those that it has kept count if they are in this folder, too."""
+        inside = self.folder is not None and _normal(path).startswith(os.path.join(_normal(self.folder), ""))
+        pattern = self._pattern(state)
+        state.kept = [name for name in state.kept if inside and re.fullmatch(pattern, name)]
 
 
 def _next_saves(now: Timestamp, interval: Duration, end: Duration, batches: int) -> list[Timestamp]:
@@ -264,3 +283,8 @@ def _by_progress(paths: Sequence[str]) -> tuple[list[tuple[int, str]], list[str]
         except CheckpointError as error:
             problems.append(str(error))
     return sorted(found), problems
+
+
+def _normal(path: str) -> str:
+    """A path by which those of one place are compared."""
+    return path if is_url(path) else os.path.abspath(path)

@@ -155,6 +155,7 @@ class Trainer:
                 works.append(checkpoint.rest_loading(self.state, reader, ignore))
             for work in works:  # all is checked: now it changes
                 work()
+            self._save.go_on(self.state, path)
             if not how.is_automatic:
                 self.state.device_train_microbatch_size = how.microbatch_size
             for buffers in () if self._stepper.prepared is None else self._stepper.prepared.buffers:

@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.func import functional_call
 
 from smpc.codegen.program import StageCode
 from smpc.codegen.recompute import buffer_owners, run_checkpointed
@@ -26,7 +27,7 @@ from smpc.codegen.stage import stage_class
 from smpc.compile.passes import plan_trace
 from smpc.compile.result import Traced
 from smpc.containers import map_tensors
-from smpc.errors import CodegenError, TraceError, UsageError
+from smpc.errors import CodegenError, ConfigUnsupportedError, TraceError, UsageError
 from smpc.hooks_on_outputs import copied_outputs
 from smpc.in_place.skeleton import (
     INSTALLED,
@@ -69,6 +70,22 @@ class View:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Calls the module with all that is around it."""
         return self._smpc_module(*args, **kwargs)
+
+    def get_parameter(self, target: str) -> Tensor:
+        """What the module has as a parameter of this name: FSDP1 puts tensors in their place."""
+        owner, _, own = target.rpartition(".")
+        found: Tensor = getattr(self._smpc_module.get_submodule(owner), own)
+        return found
+
+    def called_with(self, tensors: dict[str, Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The same, with other tensors in place of parameters. ConfigUnsupportedError where something around it puts in its own."""
+        module = self._smpc_module
+        if is_wrapped(module, unwrapped(module)):
+            raise ConfigUnsupportedError(
+                f"{type(unwrapped(module)).__name__}: expected nothing around a module whose {', '.join(tensors)} ranks add once, "
+                "found FSDP, or a wrapper for checkpoints or offloading; put that around the layer which has the module"
+            )
+        return functional_call(module, tensors, args, kwargs)
 
 
 class RootView(View):

@@ -51,6 +51,8 @@ try:
     from lightning.pytorch.strategies import Strategy
     from lightning.pytorch.trainer.states import TrainerFn
     from lightning.pytorch.utilities.rank_zero import rank_zero_only
+
+    from smpc.integrations.lightning_norms import exchange_grad_norm
 except ModuleNotFoundError as error:
     needed = f"smpc.integrations.lightning needs {error.name}: pip install 'smpc[lightning]'"
     raise ModuleNotFoundError(needed, name=error.name) from error
@@ -98,6 +100,7 @@ class PipelineStrategy(Strategy):  # type: ignore[misc]
         self._name, self._count = network, count
         self._has_warned = False
         self._rehearsals: dict[str, Rehearsal] = {}
+        self._take_back_norms: Callable[[], None] = lambda: None
         self._is_first = True  # whether gradients of the next batch are the first of an update
         self.global_rank, self.local_rank, self.world_size = smp.rank(), smp.local_rank(), smp.size()
         rank_zero_only.rank = self.global_rank
@@ -126,7 +129,7 @@ class PipelineStrategy(Strategy):  # type: ignore[misc]
     def process_dataloader(self, dataloader: object) -> object:
         """The same, which must be divided among replicas already, where there are several."""
         rank, size = _lightning_replica()
-        sampler = dataloader.sampler if isinstance(dataloader, DataLoader) else None
+        sampler = _sampler_of(dataloader) if isinstance(dataloader, DataLoader) else None
         if size == 1 or (
             isinstance(sampler, DistributedSampler) and (sampler.rank, sampler.num_replicas) == (rank, size)
         ):
@@ -146,6 +149,8 @@ class PipelineStrategy(Strategy):  # type: ignore[misc]
         self._name = _check_module(module, self._name, self.precision_plugin)
         if not isinstance(self.network, smp.DistributedModel):
             setattr(module, self._name, smp.DistributedModel(self.network))
+        self._take_back_norms = exchange_grad_norm()
+        self._log_over_replicas(module)
         self.model = module
         if trainer.state.fn == TrainerFn.FITTING:
             with self.standing_in(self.network.get_module()):  # which has children, to make groups of parameters of
@@ -158,10 +163,25 @@ class PipelineStrategy(Strategy):  # type: ignore[misc]
 
     def teardown(self) -> None:
         """Leave the module where it is."""
+        self._take_back_norms()
+        vars(_lightning_module(self)).pop("log", None)
         self.precision_plugin.teardown()
         assert self.accelerator is not None
         self.accelerator.teardown()
         self.checkpoint_io.teardown()
+
+    def _log_over_replicas(self, module: LightningModule) -> None:
+        """Have `sync_dist` of the module's `log` mean the replicas: Lightning asks the strategy whether there are several ranks."""
+        own = type(module).log
+
+        def log(*args: Any, **kwargs: Any) -> None:
+            self.is_distributed = _lightning_replica()[1] > 1
+            try:
+                own(module, *args, **kwargs)
+            finally:
+                self.is_distributed = False
+
+        object.__setattr__(module, "log", log)
 
     # -- a batch ------------------------------------------------------------------------------------------------------------
 
@@ -279,21 +299,23 @@ class PipelineStrategy(Strategy):  # type: ignore[misc]
             values[name] = torch.as_tensor(value, dtype=torch.float32).detach()
             told[name] = _Options(args, kwargs)
 
+        outer = module.log
         object.__setattr__(module, "log", log)
         try:
             yield values, told
         finally:
-            object.__delattr__(module, "log")
+            object.__setattr__(module, "log", outer)
 
     # -- over replicas ------------------------------------------------------------------------------------------------------
 
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
-        """The mean or sum over the replicas."""
+        """The mean, sum, largest or smallest value over the replicas."""
         if _lightning_replica()[1] == 1 or not isinstance(tensor, Tensor):
             return tensor
-        total = tensor.clone()
-        dist.all_reduce(total, group=_lightning_replicas())
-        return total / _lightning_replica()[1] if str(reduce_op).lower() in ("mean", "avg") else total
+        total, rule = tensor.clone(), str(reduce_op).rpartition(".")[2].lower()
+        how = {"max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}.get(rule, dist.ReduceOp.SUM)
+        dist.all_reduce(total, how, group=_lightning_replicas())
+        return total / _lightning_replica()[1] if rule in ("mean", "avg") else total
 
     def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
         """Tensors of all replicas, stacked."""
@@ -570,6 +592,11 @@ def _lightning_module(strategy: Strategy) -> LightningModule:
     module = strategy.lightning_module
     assert module is not None, "Lightning has connected it"
     return module
+
+
+def _sampler_of(loader: DataLoader[Any]) -> Any:
+    """What chooses its samples: for predictions, Lightning makes loaders anew, around batches of it."""
+    return getattr(loader.batch_sampler, "sampler", loader.sampler)
 
 
 def _lightning_replica() -> tuple[int, int]:

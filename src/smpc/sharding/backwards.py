@@ -54,7 +54,9 @@ class Backwards:
         ends: Sequence[int] | None = None,
     ) -> None:
         self._tell, self._is_alone, self._names, self._uses = tell, is_alone, list(units), uses
-        self._finals: dict[int, Callable[[], None]] = {}  # of the outermost ones
+        self._finals: dict[
+            int, tuple[Any, Callable[[], None]]
+        ] = {}  # of the outermost ones: torch's state, and what it does last
         self._groups: list[Any] = []
         self._take_part: dict[int, Callable[[], None]] = {}  # in what others have come to
         self._counted: Sequence[bool] = ()
@@ -68,9 +70,10 @@ class Backwards:
         self._completes = False
         self._finished: set[int] = set()
         for number, unit in enumerate(units.values()):
-            final = self._watch(number, unit, unit._get_fsdp_state())
+            state = unit._get_fsdp_state()
+            final = self._watch(number, unit, state)
             if number in (ends if ends is not None else [len(units) - 1]):
-                self._finals[number] = final
+                self._finals[number] = state, final
         self._is_ordered = ends is not None
         if self._is_ordered:
             self._order = dict.fromkeys(_events_in_order(self._names))
@@ -305,8 +308,10 @@ class Backwards:
     def _finish_all(self) -> None:
         """A backward is over."""
         try:
-            for number, final in self._finals.items():
-                if number not in self._finished:
+            for number, (state, final) in self._finals.items():
+                if (
+                    number not in self._finished and state._is_root is not None
+                ):  # a model may have been called on no rank yet
                     final()
         finally:
             self._finished.clear()

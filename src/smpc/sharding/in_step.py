@@ -23,7 +23,8 @@ import functools
 import weakref
 import zlib
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NoReturn
+from contextlib import ExitStack
+from typing import Any, NoReturn, cast
 
 import torch
 import torch.distributed as dist
@@ -31,9 +32,11 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.utils.hooks import RemovableHandle
 
 from smpc.errors import StepError
 from smpc.sharding.backwards import BEGIN, COME_TO, Backwards, is_in_backward
+from smpc.sharding.conversions import conversions_refused
 from smpc.sharding.uses import Uses
 from smpc.sharding.whole_parameters import WholeParameters
 
@@ -66,15 +69,24 @@ class InStep:
         self._backwards.before_gather = self._before_gather
         if wholes is not None:
             self._backwards.at_end = wholes.average
+        self._first_forward: ExitStack | None = ExitStack()  # no parameters change their type in it
+        self._first_forward_ends: list[RemovableHandle] = []
         for name in roots:
             root: nn.Module = roots[name]  # type: ignore[assignment]
             root.register_forward_pre_hook(functools.partial(self._enter, name), prepend=True)
             root.register_forward_hook(functools.partial(self._leave, name))
+            self._first_forward_ends.append(
+                root.register_forward_hook(
+                    functools.partial(self._end_first_forward, self._first_forward), always_call=True
+                )
+            )
         handle = register_optimizer_step_pre_hook(functools.partial(_before_update, weakref.ref(self)))
         weakref.finalize(self, handle.remove)
 
     def begin(self) -> None:
         """A forward has begun without this one's knowledge."""
+        if self._first_forward is not None:
+            self._begin_first_forward(self._first_forward)
         if torch.is_grad_enabled():
             self._backwards.begin_call([True] * len(self._units), looks=False)
 
@@ -86,7 +98,11 @@ class InStep:
         self._backwards.close()
 
     def _enter(self, name: str, *_: object) -> None:
-        if is_in_backward() or not torch.is_grad_enabled():
+        if is_in_backward():
+            return
+        if self._first_forward is not None:
+            self._begin_first_forward(self._first_forward)
+        if not torch.is_grad_enabled():
             return
         if name in self._called or not self._backwards.is_called:
             self._called.clear()
@@ -107,6 +123,16 @@ class InStep:
             self._come_to(number)
         else:
             self._gathered.append(number)
+
+    def _begin_first_forward(self, context: ExitStack) -> None:
+        self._first_forward = None
+        context.enter_context(conversions_refused(cast(list[nn.Module], [*self._roots.values()]), "fully_shard"))
+        for handle in self._first_forward_ends:
+            context.callback(handle.remove)
+
+    @staticmethod
+    def _end_first_forward(context: ExitStack, *_: object) -> None:
+        context.close()
 
     def before_update(self, optimizer: torch.optim.Optimizer) -> None:
         """An optimizer is about to update parameters."""

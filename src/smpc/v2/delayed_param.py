@@ -15,15 +15,19 @@ Source: "torch.sagemaker.delayed_param.DelayedParamIniter" in the public referen
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import math
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
+from smpc.errors import UsageError
 from smpc.executor.sharded_state import replacement
 from smpc.nn.init.delayed import draw_module, owners_of
+from smpc.nn.init.initializers import Initializers, writes_of
 from smpc.v2.logger import get_logger
 from smpc.v2.session.config import SessionConfig
 from smpc.v2.state_handler import state
@@ -47,11 +51,16 @@ class DelayedParamIniter:
         self._init = init_method_using_config
         self._verbose = verbose
         self._names = {id(module): name for name, module in model.named_modules()}
-        self._owners = owners_of(model)
         self._modules = list(model.modules())  # kept, so that no other object gets one of the identities above
         self._numbers = {id(p): p.numel() for p in model.parameters()}
-        # The present parameter of each name; names of shared weights have the same one.
+        # The present parameter of each name; names of shared weights have the same one. Where it is, and its first name.
         self._parameters = {name: id(p) for name, p in model.named_parameters(remove_duplicate=False)}
+        self._first_names = {each: name for name, each in reversed(self._parameters.items())}
+        self._places: dict[int, list[tuple[nn.Module, str]]] = {}
+        for name, each in self._parameters.items():
+            owner, _, own = name.rpartition(".")
+            self._places.setdefault(each, []).append((model.get_submodule(owner), own))
+        self._initializers = Initializers(model, owners_of(model))
         self._done: set[int] = set()
         self._slices = slices_of(model)
 
@@ -104,25 +113,26 @@ class DelayedParamIniter:
     @torch.no_grad()
     def _fill(self, module: nn.Module) -> None:
         name = self._names.get(id(module))
-        own = dict(module.named_parameters(recurse=False))
-        late = [each for each, parameter in own.items() if parameter.is_meta]
+        held = {each: p for each, p in module.named_parameters(recurse=False) if p.is_meta}
         buffers = [each for each, buffer in module.named_buffers(recurse=False) if buffer.is_meta]
-        if name is None or not (late or buffers):
+        if name is None or not (held or buffers):
             return
+        if any(isinstance(parameter, DTensor) for parameter in held.values()):
+            raise UsageError(
+                f"delayed initialization: expected modules that are whole, found {self._listed(name, [*held])} in the parts of "
+                "fully_shard; call get_param_init_fn() of each module before fully_shard"
+            )
+        late = [each for each in held if not self._share(module, each, self._full(name, each))]
+        written = {
+            each: math.inf if self._is_shared(self._full(name, each)) else writes_of(held[each]) for each in late
+        }
+        ready = {each: p for each, p in module._parameters.items() if p is not None and not p.is_meta}
         slices = self._make_whole(module, name, late)
         if self._init is not None:
             self._init(module)
-        else:
-            device = default_device()
-            empty_module_params(module, device)
-            move_buffers_to_device(module, device)
-            wanted = {each: f"{name}.{each}" if name else each for each in late}
-            unfilled = draw_module(module, name, self._owners.get(id(module)), _seed(), wanted)
-            if unfilled:
-                raise AssertionError(
-                    f"delayed initialization: nothing fills {', '.join(unfilled)}; give {type(module).__name__} a method "
-                    "reset_parameters, or pass init_method_using_config"
-                )
+        elif late or buffers:
+            self._draw(module, name, late, buffers, written)
+        module._parameters.update(ready)  # they have values
         for each, part in slices.items():
             whole = module._parameters[each]
             assert whole is not None
@@ -130,6 +140,50 @@ class DelayedParamIniter:
         self.count_num_params(module, *(getattr(module, each) for each in late))
         if self._verbose:
             get_logger().info("initialized %s: %s", name or type(module).__name__, ", ".join([*late, *buffers]))
+
+    def _draw(
+        self, module: nn.Module, name: str, late: list[str], buffers: list[str], written: Mapping[str, float]
+    ) -> None:
+        """Fills a module as its constructors did. AssertionError for what was filled by something else, or by nothing."""
+        fills, strange = self._initializers.of(module, written)
+        if strange:
+            raise AssertionError(
+                f"delayed initialization: expected {type(module).__name__} to have its values from reset_parameters, or from _init_weights "
+                f"of a module around it, found that something else has written {self._listed(name, strange)}, of which the meta device "
+                "keeps nothing; pass init_method_using_config, a function that gives a module its values"
+            )
+        device = default_device()
+        empty_module_params(module, device)
+        move_buffers_to_device(module, device)
+        wanted = {each: self._first_names[self._parameters[self._full(name, each)]] for each in late}
+        unfilled = draw_module(module, name, fills, _seed(), wanted, buffers)
+        if unfilled:
+            raise AssertionError(
+                f"delayed initialization: nothing fills {self._listed(name, unfilled)}; give {type(module).__name__} a method "
+                "reset_parameters, make it outside of torch.device('meta'), or pass init_method_using_config"
+            )
+
+    @staticmethod
+    def _full(name: str | None, own: str) -> str:
+        return f"{name}.{own}" if name else own
+
+    def _listed(self, name: str, own: list[str]) -> str:
+        return ", ".join(self._full(name, each) for each in own)
+
+    def _is_shared(self, full: str) -> bool:
+        return len(self._places[self._parameters[full]]) > 1
+
+    def _share(self, module: nn.Module, own: str, full: str) -> bool:
+        """Whether a parameter is another module's, too, and has been filled there: then it is the same one here."""
+        first, at = self._places[self._parameters[full]][0]
+        if first is module:
+            return False
+        self._fill(first)
+        made = first._parameters.get(at)
+        if made is None or made.is_meta or isinstance(made, DTensor):  # FSDP has taken it
+            return False
+        module._parameters[own] = made
+        return True
 
     def _make_whole(self, module: nn.Module, name: str, late: list[str]) -> dict[str, ParameterPart]:
         """Replaces slices by whole parameters, so that draws do not depend on the degree; returns how to cut them."""

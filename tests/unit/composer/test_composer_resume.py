@@ -72,9 +72,10 @@ def _trainer(loader, folder, **options):
     dropped = nn.Dropout(0.5)
     model.model.blocks[0].register_forward_hook(lambda module, inputs, output: dropped(output))
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    options = {"save_interval": "3ba", "max_duration": "6ba"} | options
     return Trainer(
         model=model, optimizers=optimizer, schedulers=CosineAnnealingLR(optimizer, 8), step_schedulers_every_batch=True,
-        train_dataloader=loader, save_folder=str(folder), save_interval="3ba", device="cpu", max_duration="6ba", seed=1, **options,
+        train_dataloader=loader, save_folder=str(folder), device="cpu", seed=1, **options,
     )  # fmt: skip
 
 
@@ -137,3 +138,30 @@ def test_an_evaluation_that_is_nan_is_not_the_best(tmp_path, monkeypatch):
     made.state.best = float("nan")
     old = made.save_checkpoint(str(tmp_path / "old.pt"))
     assert _trainer(loader, tmp_path / "x", load_path=old, **options).state.best is None
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+def test_a_run_that_goes_on_counts_the_checkpoints_of_its_earlier_jobs(tmp_path, sharded):
+    """Each job counted anew, so that each left as many behind. Those of another folder, and those that a script has named, stay."""
+    options = {"fsdp_config": {"state_dict_type": "sharded"}} if sharded else {}
+    options |= {"save_num_checkpoints_to_keep": 2, "save_interval": "1ba"}
+
+    def names(folder):
+        return sorted(each.split("-rank")[0] for each in os.listdir(folder) if each.startswith("ep"))
+
+    loader = [tuple(tensor[:4] for tensor in dataset().tensors)] * 8
+    first = _trainer(loader, tmp_path / "a", max_duration="3ba", **options)
+    first.fit()
+    first.save_checkpoint(str(tmp_path / "a" / "ep9-mine"))
+    assert names(tmp_path / "a") == ["ep0-ba2", "ep0-ba3", "ep9-mine"]
+    for end in (4, 6):
+        again = _trainer(loader, tmp_path / "a", max_duration=f"{end}ba", autoresume=True, run_name="r", **options)
+        again.fit()
+        assert again.state.timestamp.batch == end
+        assert names(tmp_path / "a") == [f"ep0-ba{end - 1}", f"ep0-ba{end}", "ep9-mine"]
+    (tmp_path / "b").mkdir()
+    (tmp_path / "b" / "ep0-ba5-rank0.pt").touch()
+    path = str(tmp_path / "a" / os.readlink(tmp_path / "a" / "latest-rank0.pt"))
+    _trainer(loader, tmp_path / "b", max_duration="8ba", load_path=path, **options).fit()
+    assert names(tmp_path / "b") == ["ep0-ba5", "ep0-ba7", "ep1-ba8"]
+    assert names(tmp_path / "a") == ["ep0-ba5", "ep0-ba6", "ep9-mine"]

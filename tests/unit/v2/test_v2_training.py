@@ -247,8 +247,18 @@ def test_what_does_not_go_with_slices_of_weights_and_sequences(name, settings, m
     """Nothing has been changed by then: no group is asked for anything."""
     model = make(name)
     with pytest.raises(ConfigUnsupportedError, match=match):
-        divide_experts(model, TensorGroup(), MoEConfig(**settings), 1, None, is_recorded=True)
+        divide_experts(model, TensorGroup(), MoEConfig(**settings), None, is_recorded=True)
     assert [p.shape for p in model.parameters()] == [p.shape for p in make(name).parameters()]
+
+
+def test_experts_that_are_modules_of_their_own_are_not_divided():
+    """FSDP put parts of one expert and of another rank's together, and the loss was another one, without a word."""
+    for name in ("loop", "SwitchTransformersForConditionalGeneration"):
+        with pytest.raises(ConfigUnsupportedError, match=r"are modules of their own: each rank would have others"):
+            divide_experts(make(name), TensorGroup(), None, None, is_recorded=False)
+    divide_experts(
+        make("loop"), None, MoEConfig(moe_load_balancing="none", moe_z_loss_coeff=0.0), None, is_recorded=False
+    )
 
 
 def test_moe_config_lists_what_is_wrong():

@@ -20,7 +20,7 @@ Source: `delay_param_initialization` in the public SMP v1 API.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import MappingProxyType
 from typing import Any
@@ -32,6 +32,7 @@ from torch.utils import swap_tensors
 
 from smpc.errors import ConfigError, ConfigTypeError
 from smpc.executor.draws import seed_of
+from smpc.nn.init.initializers import Fill, reset_of
 from smpc.nn.init.script_fills import fills_of, forget, hand_on, noting, replay
 from smpc.nn.init.sliced_init import NotByBlocks, SlicedDrawing, SlicedTarget
 from smpc.nn.layers.embedding import DistributedEmbedding
@@ -124,23 +125,45 @@ def draw_delayed(
 
 @torch.no_grad()
 def draw_module(
-    module: nn.Module, name: str, owner: nn.Module | None, seed: int, wanted: Mapping[str, str]
+    module: nn.Module,
+    name: str,
+    fills: Sequence[Fill],
+    seed: int,
+    wanted: Mapping[str, str],
+    buffers: Sequence[str] = (),
 ) -> list[str]:
-    """Draws the parameters of one module (not its children's), whose memory exists already; returns those that nothing fills.
+    """Draws the parameters of one module (not its children's) and fills its buffers, whose memory exists already.
 
-    `name`: of the module in its model; `owner`: the model of Hugging Face's around it, if there is one. `wanted`: by its name in the
-    module, the name in the model of a parameter to draw. The values depend only on the seed and that name.
+    `name`: of the module in its model; `fills`: what fills it, in order. `wanted`: by its name in the module, the name in the model of a
+    parameter to draw. `buffers`: names in the module. Values depend only on the seed and on names. Returns the names in the module of what
+    nothing fills.
     """
     own = dict(module.named_parameters(recurse=False))
     targets = [SlicedTarget(full, own[each], None, own[each]) for each, full in wanted.items()]
-    for target in targets:
-        vars(target.parameter).pop(_DRAWN, None)
-        target.part.fill_(torch.nan)
+    made = {each: module._buffers[each] for each in buffers}
+    versions = {each: buffer._version for each, buffer in made.items() if buffer is not None and buffer.numel()}
     devices = {target.part.device for target in targets if target.part.device.type == "cuda"}
-    with torch.random.fork_rng(sorted(devices, key=str)), SlicedDrawing(targets, seed):
-        torch.manual_seed(seed_of(seed, name))
-        _initialize_delayed(module, owner, {id(target.parameter): target.name for target in targets})
-    return [target.name for target in targets if bool(target.part.isnan().any())]
+
+    def unfilled_after(ways: Sequence[Fill]) -> list[str]:
+        for target in targets:
+            vars(target.parameter).pop(_DRAWN, None)
+            target.part.fill_(torch.nan)
+        with torch.random.fork_rng(sorted(devices, key=str)), SlicedDrawing(targets, seed):
+            torch.manual_seed(seed_of(seed, name))
+            for way in ways:
+                way()
+        left = [each for each, target in zip(wanted, targets, strict=True) if bool(target.part.isnan().any())]
+        return left + [each for each, old in versions.items() if _is_as_before(module._buffers[each], made[each], old)]
+
+    left, reset = unfilled_after(fills), reset_of(module)
+    if left and reset is not None:
+        return unfilled_after([reset, *fills])  # what the model passes over has the values of its constructor
+    return left
+
+
+def _is_as_before(buffer: Tensor | None, made: Tensor | None, version: int) -> bool:
+    """Whether nobody has put another one in the place of a buffer, or written into it."""
+    return buffer is made and buffer is not None and buffer._version == version
 
 
 def _draw_initial_values(model: nn.Module, names: Mapping[int, str], targets: list[SlicedTarget], seed: int) -> None:
@@ -258,12 +281,8 @@ def _initialize_delayed(module: nn.Module, owner: nn.Module | None, names: Mappi
             module.reset_parameters()
     elif owner is not None:
         owner._init_weights(module)  # type: ignore[operator]
-    elif own:
-        for reset in ("reset_parameters", "_reset_parameters"):
-            method = getattr(module, reset, None)
-            if callable(method):
-                method()
-                return
+    elif own and (reset := reset_of(module)) is not None:
+        reset()
 
 
 def _draw_as(owner: nn.Module, module: DistributedModule) -> None:

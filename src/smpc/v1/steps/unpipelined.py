@@ -34,11 +34,11 @@ from smpc.executor.replicas.group_hooks import StepHooks, innermost
 from smpc.mesh import Axis
 from smpc.observe.observer import StepWatch, batch_of
 from smpc.sample_inputs import Inputs
+from smpc.sharding.conversions import conversions_refused
 from smpc.tracer.ir import Autocast
 from smpc.v1.steps.arguments import Arguments, StepBody, on_device
 from smpc.v1.steps.calls import Gradients, KeptOutputs, LocalCall, Tensors, check_loss, make_roots
 from smpc.v1.steps.context import StepContext
-from smpc.v1.steps.conversions import conversions_refused
 from smpc.v1.steps.programs.signature import ModeReader, Signature, read_signature
 from smpc.v1.steps.results import Losses, agree, read_results, take
 from smpc.v1.steps.same_layers import SameLayers
@@ -60,7 +60,7 @@ class Direct:
         with self._supervised():
             if not self._is_first:
                 return self._forward(args, kwargs)
-            with conversions_refused(self._module):
+            with conversions_refused([self._module], "smp.DistributedModel"):
                 found = self._forward(args, kwargs)
             self._is_first = False
             return found
@@ -197,7 +197,7 @@ class Single:
                 return self._run(body, microbatches, watch)
 
     def _run_first(self, body: StepBody, microbatches: list[Arguments], watch: StepWatch) -> tuple[object, int]:
-        with conversions_refused(self._context.module):
+        with conversions_refused([self._context.module], "smp.DistributedModel"):
             found = self._run(body, microbatches, watch)
         self._is_first = False
         return found

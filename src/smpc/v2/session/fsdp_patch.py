@@ -74,6 +74,7 @@ from smpc.mesh import Axis
 from smpc.mesh.device_mesh import device_mesh
 from smpc.optimizers.torch_patches import replace_method
 from smpc.sharding.tensors import has_hooks
+from smpc.v2.session.checkpoint_patch import patch_distributed_checkpoints
 from smpc.v2.session.flat_units import FlatUnits
 from smpc.v2.session.gradient_patch import note_unit, patch_gradients
 from smpc.v2.session.ranks_in_step import ScriptUnits
@@ -327,7 +328,7 @@ def patch(session: Session) -> Callable[[], None]:
     ]
     undo += patch_gradients(session)
     if not session.config.is_native:
-        undo += [*units.patch(), *_patch_fsdp2(session)]
+        undo += [*units.patch(), *_patch_fsdp2(session), *patch_distributed_checkpoints(session)]
 
     def take_back() -> None:
         for each in reversed(undo):

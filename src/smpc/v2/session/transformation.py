@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from smpc.errors import ConfigError, ConfigTypeError, ConfigUnsupportedError, UsageError
 from smpc.executor.collectives import TensorGroup
 from smpc.mesh import Axis
+from smpc.nn.init.initializers import note_writes
 from smpc.sample_inputs import Inputs, as_inputs
 from smpc.v2.moe.moe_config import MoEConfig
 from smpc.v2.state_handler import Session, state
@@ -98,6 +99,7 @@ def transform(
         )
     if dtype is not None:
         _cast_parameters(model, dtype)
+    note_writes(model)
     _share_model(model, session, config, cp_comm_type, load_state_dict_from_rank0)
     mark_layers(model)
     return model if has_meta or device is None else model.to(device)
@@ -114,9 +116,8 @@ def _share_model(
     )
     is_shared = tensor is not None or context is not None
     if experts is not None or moe is not None:
-        holders = session.mesh.size(Axis.EXPERT_DATA)
         sources = FIRST_RANK if from_rank0 else None
-        divide_experts(model, experts, moe, holders, sources, is_recorded=is_shared)
+        divide_experts(model, experts, moe, sources, is_recorded=is_shared)
     if is_shared:
         samples = samples_of(model, config) if tensor is not None else []
         sources = session.mesh.first_group(Axis.EP) if from_rank0 else None

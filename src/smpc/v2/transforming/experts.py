@@ -121,15 +121,14 @@ def divide_experts(
     model: nn.Module,
     group: TensorGroup | None,
     config: MoEConfig | None,
-    num_holders: int,
     sources: Sequence[int] | None,
     *,
     is_recorded: bool,
 ) -> None:
     """Has the ranks of a group divide the experts of a model, in place; None: one rank has all. Collective over the group.
 
-    `num_holders`: how many ranks hold the same experts, or parts of them. `sources`: see `smpc.v2.transforming.slices`. `is_recorded`:
-    whether the model is about to be recorded, for ranks that share its weights or its sequences. Raises ConfigError if there are no experts
+    `sources`: see `smpc.v2.transforming.slices`. `is_recorded`: whether the model is about to be recorded, for ranks that share its weights
+    or its sequences. Raises ConfigError if there are no experts
     to divide, ConfigUnsupportedError for what cannot be done with them, before anything is changed.
     """
     experts = find_experts(model)
@@ -137,9 +136,7 @@ def divide_experts(
         raise ConfigError(
             "expected a model with experts, as MoEConfig or expert_parallel_degree says; no module looks like experts"
         )
-    _check_experts(
-        experts, config, num_holders if group is not None else 1, is_divided=group is not None, is_recorded=is_recorded
-    )
+    _check_experts(experts, config, is_divided=group is not None, is_recorded=is_recorded)
     routers = [] if config is None else _configured_routers(model, experts, config)
     for one in experts:
         mark_block(_block(model, one))
@@ -176,22 +173,15 @@ def _cut_experts(
     note_slices(model, PartsByName(parts))
 
 
-def _check_experts(
-    experts: list[Found], config: MoEConfig | None, num_holders: int, *, is_divided: bool, is_recorded: bool
-) -> None:
+def _check_experts(experts: list[Found], config: MoEConfig | None, *, is_divided: bool, is_recorded: bool) -> None:
     """Raises an error for experts or a configuration that cannot be transformed."""
     listed = [one.name for one in experts if isinstance(one, Listed)]
     lines = []
-    if listed and num_holders > 1:
+    if listed and is_divided:
         lines.append(
-            f"expert_parallel_degree: the experts of {', '.join(listed[:3])} are modules of their own, which FSDP cannot divide or "
-            "replicate, as some ranks call one and others do not; use as many expert-parallel ranks as there are ranks"
-        )
-    if listed and is_divided and is_recorded:
-        lines.append(
-            f"expert_parallel_degree: the experts of {', '.join(listed[:3])} are modules of their own, whose block runs twice and cannot "
-            "be recorded, as tensor and context parallelism need; set tensor_parallel_degree and context_parallel_degree to 1, or "
-            "expert_parallel_degree"
+            f"expert_parallel_degree: the experts of {', '.join(listed[:3])} are modules of their own: each rank would have others, "
+            "which FSDP, norms of gradients and state dicts take for parts of the same; leave expert_parallel_degree out, use smpc.v1, or "
+            "have the experts in one module, with parameters of [experts, ...]"
         )
     if config is not None and config.global_token_shuffle and is_recorded:
         lines.append(

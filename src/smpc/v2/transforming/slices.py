@@ -296,6 +296,18 @@ def as_boxes(state: Any) -> Any:
     return map_parts(state, _boxed_part)
 
 
+def take_over(target: Any, found: Any) -> None:
+    """Put loaded values that are not tensors into the script's state dict."""
+    for key, value in found.items():
+        old = target.get(key)
+        if hasattr(old, "load_state_dict") and hasattr(old, "state_dict"):
+            old.load_state_dict(value)
+        elif isinstance(old, dict):
+            take_over(old, value)
+        elif not hasattr(value, "untyped_storage"):
+            target[key] = value
+
+
 def _boxed_part(path: str, value: Tensor | ShardedTensor, part: ParameterPart) -> Any:
     """The boxes of a part of a weight."""
     if tuple(value.shape) != part.own_shape:

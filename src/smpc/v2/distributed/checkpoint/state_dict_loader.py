@@ -18,6 +18,7 @@ from smpc.checkpoint.torch_format.reader import TorchFormatReader
 from smpc.errors import UsageError
 from smpc.v2.distributed.checkpoint.s3_filesystem import S3ClientConfig
 from smpc.v2.distributed.checkpoint.state_dict_saver import at_place, options_of
+from smpc.v2.transforming.slices import take_over
 
 __all__ = ["load"]
 
@@ -59,16 +60,4 @@ def load(
         load_state(state_dict, reader, ranks, planner, same_keys=check_keys_matched)
         return
     load_state(parts, reader, ranks, planner, same_keys=check_keys_matched)
-    _take_over(state_dict, parts)
-
-
-def _take_over(target: Any, found: Any) -> None:
-    """Put loaded values that are not tensors into the script's state dict."""
-    for key, value in found.items():
-        old = target.get(key)
-        if hasattr(old, "load_state_dict") and hasattr(old, "state_dict"):
-            old.load_state_dict(value)
-        elif isinstance(old, dict):
-            _take_over(old, value)
-        elif not hasattr(value, "untyped_storage"):
-            target[key] = value
+    take_over(state_dict, parts)

@@ -1,14 +1,13 @@
 """Conversions of parameters in forward, which last: `self.classifier = self.classifier.to(torch.float32)` in a model in half precision.
 
 In one process the parameter has the other type from the first forward on. What averages its gradients over ranks, or holds it in parts, was
-made for the first type. A recording refuses such a conversion by itself; a model that runs as it is, on replicas, does so here, in its
-first step.
+made for the first type. A recording refuses such a conversion by itself; a model that runs as it is does so here, in its first forward.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -18,14 +17,17 @@ from smpc.errors import StepError
 
 
 @contextlib.contextmanager
-def conversions_refused(model: nn.Module) -> Iterator[None]:
-    """In this context, StepError before a module of the model gets trained parameters of another type."""
+def conversions_refused(models: Iterable[nn.Module], before: str) -> Iterator[None]:
+    """In this context, StepError before a module of the models gets trained parameters of another type.
+
+    `before`: the call before which a script may convert them.
+    """
     original = nn.Module._apply
-    names = {id(module): name for name, module in model.named_modules()}
+    names = {id(module): name for model in models for name, module in model.named_modules()}
 
     def apply(module: nn.Module, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
         if id(module) in names:
-            _check_types(module, names[id(module)], fn, recurse=recurse)
+            _check_types(module, names[id(module)], fn, before, recurse=recurse)
         return original(module, fn, recurse)  # type: ignore[no-untyped-call]
 
     nn.Module._apply = apply  # type: ignore[method-assign]
@@ -35,7 +37,7 @@ def conversions_refused(model: nn.Module) -> Iterator[None]:
         nn.Module._apply = original  # type: ignore[method-assign]
 
 
-def _check_types(module: nn.Module, name: str, fn: Callable[[Tensor], Tensor], *, recurse: bool) -> None:
+def _check_types(module: nn.Module, name: str, fn: Callable[[Tensor], Tensor], before: str, *, recurse: bool) -> None:
     for own, parameter in module.named_parameters(recurse=recurse):
         if not parameter.requires_grad:
             continue
@@ -45,6 +47,6 @@ def _check_types(module: nn.Module, name: str, fn: Callable[[Tensor], Tensor], *
             raise StepError(
                 f"forward converts {'.'.join(filter(None, (name, own)))} from {parameter.dtype} to {found.dtype}, which lasts: expected the"
                 " type that its optimizer, and what averages its gradients over ranks, were given; convert it once, before "
-                "smp.DistributedModel, or for one use at a time (F.linear(x, layer.weight.to(x.dtype))), or, where bf16 or fp16 casts the "
+                f"{before}, or for one use at a time (F.linear(x, layer.weight.to(x.dtype))), or, where bf16 or fp16 casts the "
                 "model, have forward ask for that type, which the configuration of a model may say"
             )
