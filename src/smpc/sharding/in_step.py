@@ -36,6 +36,7 @@ from smpc.errors import StepError
 from smpc.sharding.backwards import BEGIN, COME_TO, Backwards, is_in_backward
 from smpc.sharding.uses import Uses
 from smpc.sharding.whole_parameters import WholeParameters
+from smpc.sharding.writes import KeptWrites
 
 _UPDATE = BEGIN - 1
 
@@ -61,6 +62,8 @@ class InStep:
         self.before_message: Callable[[], None] = lambda: None
         named = list(units)
         self.uses = Uses(units.values(), self._group)
+        self._writes = KeptWrites(units.values(), self._group, torch.device("cpu"))
+        self._is_written = False
         ends = [named.index(name) for name in roots if name in units]
         self._backwards = Backwards(units, self._tell_backward, is_alone=is_alone, uses=self.uses, ends=ends)
         self._backwards.before_gather = self._before_gather
@@ -115,6 +118,8 @@ class InStep:
         own = {id(each) for unit in self._units.values() for each in unit.parameters()}  # type: ignore[attr-defined]
         if any(id(each) in own for group in optimizer.param_groups for each in group["params"]):
             self._come_to(_UPDATE)
+            if self._is_written:
+                self._writes.settle()
 
     def _come_to(self, event: int) -> None:
         """This rank is about to do it: take part in all that comes before."""
@@ -140,8 +145,9 @@ class InStep:
         """What all ranks have come to, or a StepError if they cannot go on together. Collective."""
         self.before_message()
         calls = 0 if self._tells_each else zlib.crc32(repr(self._gathered).encode())
-        found = exchange([own, calls], self._group, self._describe(own))
-        told = [each[0] for each in found]
+        writes = own == _UPDATE and self._writes.are_there()
+        found = exchange([own, calls, int(writes)], self._group, self._describe(own))
+        told, self._is_written = [each[0] for each in found], any(each[2] for each in found)
         first, kinds = min(told), {(number >= BEGIN) + (number >= COME_TO) for number in told}
         if len({each[1] for each in found}) > 1:
             self._refuse([f"the gathers {each[1]:x}" for each in found])
