@@ -87,12 +87,7 @@ class ForwardWrites:
         """Give all ranks the rows of the first that has scaled them down."""
         for lookup, codes in self._rows.exchanged(self._parameters[0].device).items():
             names, table = self._names[lookup.table], self._parameters[lookup.table]
-            if len(names) > 1:
-                raise StepError(
-                    f"{names[0]}: expected a table with max_norm to be used for lookups alone, as each replica scales down the rows of its "
-                    f"own samples before it uses them, found that it is {', '.join(names[1:])}, too; untie it, or limit its norms between "
-                    "steps"
-                )
+            self._rows.check_use(lookup.table, names[0], names[1:], table.grad, lambda rows: rows)
             rows = codes.nonzero()[:, 0].to(table.device)
             is_own = self._rows.is_first(codes[rows.to(codes.device)]).to(table.device)
             values = torch.where(is_own[:, None], table[rows], 0)

@@ -175,6 +175,40 @@ def test_replicas_agree_on_what_they_compare_in_their_first_step(tmp_path):
         assert "forward writes into code, and did not in the first training step" in text
 
 
+class Tied(Table):
+    """The table is the head's, too: by a second name, or by a call of it."""
+
+    def __init__(self, kind):
+        super().__init__("module")
+        self.embed = nn.Embedding(60, 6, max_norm=1.0)
+        self.by_call = kind == "call"
+        self.head = nn.Linear(6, 60, bias=False)
+        if not self.by_call:
+            self.head.weight = self.embed.weight
+
+    def forward(self, ids):
+        x = torch.tanh(self.mid(self.embed(ids)))
+        return (F.linear(x, self.embed.weight) if self.by_call else self.head(x)).square().mean()
+
+
+def refused_tied(rank, folder, kind, config):
+    smp.init({"microbatches": MB, "ddp": True, **config})
+    model = smp.DistributedModel(Tied(kind))
+    try:
+        train_step(model, data(0, rank))
+    except (StepError, PeerError) as error:
+        return str(error)
+    finally:
+        smp.shutdown()
+
+
+@pytest.mark.parametrize(("kind", "config"), [("name", {}), ("name", SHARDS), ("call", {}), ("call", SHARDS)])
+def test_a_table_that_is_used_otherwise_is_refused(tmp_path, kind, config):
+    """Each rank used rows in the head that others had scaled down before theirs."""
+    for text in run_workers(refused_tied, 2, tmp_path, kind, config):
+        assert "embed.weight: expected a table with max_norm to be used for lookups alone" in text
+
+
 def divided(rank, folder, kind):
     """`smpc.sharding` without a script's steps."""
     model, mesh = Table(kind), init_device_mesh("cpu", (2,))

@@ -40,6 +40,9 @@ class Lookup:
     is_sliced: bool
 
 
+Cut = Callable[[Tensor], Tensor]
+
+
 class LookedUpRows:
     """See above. `number_of`: the number of the table that a tensor is, the same on all ranks of `group`; None: it is none of them."""
 
@@ -47,6 +50,7 @@ class LookedUpRows:
         self._number_of, self._group = number_of, group
         self._marks: dict[Lookup, Tensor] = {}  # by row, whether this rank has looked it up
         self._known: tuple[Lookup, ...] = ()  # on all ranks
+        self._ever: dict[int, Tensor] = {}  # by table and row, whether some rank has looked it up
         self.is_closed = False  # no further tables are taken
         _patch_lookups()
         _watching.add(self)
@@ -90,7 +94,23 @@ class LookedUpRows:
             found = self._reduced(device)
         self._marks.clear()
         rows = torch.split(found[1:], [lookup.num_rows for lookup in self._known])
+        for lookup, codes in zip(self._known, rows, strict=True):
+            self._ever[lookup.table] = self._ever.get(lookup.table, False) | codes.bool()
         return dict(zip(self._known, rows, strict=True))
+
+    def check_use(self, table: int, name: str, others: list[str], grad: Tensor | None, part: Cut) -> None:
+        """StepError if a table is used otherwise: as `others` of its names say, or as rows have gradients that no rank has looked up.
+        `part`: what this rank has of a tensor with an element for each row."""
+        ever = part(self._ever[table])
+        if not others and grad is not None:
+            rows = grad.coalesce().indices()[0] if grad.is_sparse else grad.reshape(grad.shape[0], -1).ne(0).any(1)
+            rows = torch.zeros_like(ever).index_fill_(0, rows, True) if grad.is_sparse else rows.to(ever.device)
+            others = ["part of a computation that reaches rows nobody looks up"] if bool((rows & ~ever).any()) else []
+        if others:
+            raise StepError(
+                f"{name}: expected a table with max_norm to be used for lookups alone, as each rank scales down the rows of its own "
+                f"samples before it uses them, found that it is {', '.join(others)}, too; untie it, or limit its norms between steps"
+            )
 
     def pass_on(self, table: Tensor, rows: Tensor, lookup: Lookup) -> None:
         """Rows of a table have come from other ranks: those of other groups that this rank is in get them, too."""

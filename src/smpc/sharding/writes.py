@@ -64,7 +64,7 @@ class KeptWrites:
             return
         parameters, device = self._parameters, self._device or self._groups[0].device
         for lookup, codes in self._rows.exchanged(device).items():
-            _scale_rows(parameters[lookup.table], lookup, codes)
+            _scale_rows(self._rows, parameters[lookup.table], lookup, codes)
         tables = self._rows.tables
         own = torch.zeros(len(parameters), dtype=torch.int64, device=device)
         for number, found in self._digests.items():
@@ -119,18 +119,23 @@ class KeptWrites:
             whole.data = torch.as_strided(room, whole.shape, parameter._contiguous_orig_stride, storage_offset=0)
 
 
-def _scale_rows(parameter: Any, lookup: Lookup, codes: Tensor) -> None:
+def _scale_rows(looked_up: LookedUpRows, parameter: Any, lookup: Lookup, codes: Tensor) -> None:
     """Scale down this rank's part of the rows that some rank has looked up."""
-    sharded = parameter.sharded_param
+    sharded, name = parameter.sharded_param, _name(parameter)
     part = local(sharded.detach())
-    along = [place.dim for place in sharded.placements if isinstance(place, Shard)]
-    if any(dim != 0 for dim in along) or lookup.is_sliced:
+    if lookup.is_sliced or any(place.dim != 0 for place in sharded.placements if isinstance(place, Shard)):
         raise StepError(
-            f"{_name(parameter)}: expected parts of whole rows, whose norms forward limits (max_norm), found rows that ranks divide; leave "
-            "the table out of tensor parallelism"
+            f"{name}: expected parts of whole rows, whose norms forward limits (max_norm), found rows that ranks divide; leave the "
+            "table out of tensor parallelism"
         )
-    own = own_part_of_sharded(sharded, codes[:, None].expand(sharded.shape)) if part.numel() else codes[:0, None]
-    rows = own[:, 0].nonzero()[:, 0].to(part.device)
+
+    def cut(rows: Tensor) -> Tensor:
+        return own_part_of_sharded(sharded, rows[:, None].expand(sharded.shape))[:, 0].to(part.device)
+
+    others = [f"{name} of another module"] if parameter._module_info.shared_modules else []
+    grad = None if sharded.grad is None else local(sharded.grad)
+    looked_up.check_use(lookup.table, name, others, grad, cut)
+    rows = cut(codes).nonzero()[:, 0]
     if rows.numel():
         torch.embedding_renorm_(part, rows, lookup.max_norm, lookup.norm_type)
 
