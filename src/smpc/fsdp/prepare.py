@@ -34,6 +34,7 @@ from smpc.fsdp.meshes import MeshesOver, key_of, meshes_of, over_all
 from smpc.fsdp.tensor_slices import AXIS, TensorConfig, check_beside, data_sizes
 from smpc.fsdp.values import ValuesBeforeSlicing
 from smpc.fsdp.wrapping import Wrapped, recomputed, units_of
+from smpc.nn.init.sliced_models import note_parts
 from smpc.sharding import Keep, Sharded, ShardingOptions, Unit, shard
 from smpc.sharding.in_step import InStep
 from smpc.sharding.shard import Incoming, check_gradients_of_parts, keep_in_step, own_modules
@@ -143,6 +144,7 @@ def prepare(
         models[name] = shard(root, asked, over, options, ignored=ignored, source=filled, in_step=False)
         _settle(models[name], root, config, units[name])
     prepared.in_step = keep_in_step(models, over)
+    note_parts()
     if values is not None:
         values.settle()
     prepared.numbered = _numbered_prepared_units(model, roots, units, config, own)

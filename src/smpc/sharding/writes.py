@@ -52,9 +52,13 @@ class KeptWrites:
 
     def are_there(self) -> bool:
         """Whether this rank has written into a whole parameter."""
-        for group in self._groups:
-            self._keep(group)
-        return bool(self._digests) or (self._rows is not None and self._rows.are_there)
+        wholes = (each for group in self._groups if not group.is_sharded for each in group.fsdp_params)
+        is_written = any(self._is_written(each) for each in wholes)
+        return is_written or bool(self._digests) or (self._rows is not None and self._rows.are_there)
+
+    def _is_written(self, parameter: Any) -> bool:
+        whole = getattr(parameter, "_unsharded_param", None)
+        return whole is not None and self._versions.get(self._numbers[id(parameter)], 0) != local(whole)._version
 
     @torch.no_grad()
     def settle(self) -> None:
@@ -98,9 +102,8 @@ class KeptWrites:
                 self._keep_one(self._numbers[id(each)], each, whole)
 
     def _keep_one(self, number: int, parameter: Any, whole: Tensor) -> None:
-        part, version = local(parameter.sharded_param.detach()), local(whole)._version
-        is_written = self._versions.get(number, 0) != version
-        self._versions[number] = version
+        part, is_written = local(parameter.sharded_param.detach()), self._is_written(parameter)
+        self._versions[number] = local(whole)._version
         if self._rows is not None and self._rows.notes(number):
             return  # scaled in the parts
         if isinstance(whole, DTensor) or whole.dtype != part.dtype:
@@ -109,10 +112,10 @@ class KeptWrites:
             return
         own = own_part_of_sharded(parameter.sharded_param, whole.detach())
         # Comparing is cheap where nothing waits for a device, and leaves the part's version alone, by which masters notice writes.
-        is_same = part.is_cpu and torch.equal(own, part)
+        is_same = torch.equal(own, part) if own.is_cpu else not is_written and part.is_cpu
         if not is_same:
             part.copy_(own)
-        if is_written or (part.is_cpu and not is_same):
+        if is_written or (own.is_cpu and not is_same):
             self._digests[number] = 31 * self._digests.get(number, 0) + digest(whole) + 1
         room = parameter.all_gather_outputs[0]
         if whole.untyped_storage().data_ptr() != room.untyped_storage().data_ptr():  # `weight.data = ...`

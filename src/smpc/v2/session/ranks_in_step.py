@@ -16,6 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
 
+from smpc.nn.init.sliced_models import note_parts
 from smpc.optimizers.torch_patches import replace_method
 from smpc.sharding.in_step import InStep, ranks_of
 
@@ -42,6 +43,7 @@ class ScriptUnits:
 
             return lazy_init
 
+        note_parts()
         return replace_method(FSDPState, "_lazy_init", make)
 
     def _begin(self) -> None:
