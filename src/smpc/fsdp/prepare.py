@@ -57,6 +57,9 @@ class Prepared:
     buffers: tuple[CastBuffers, ...] = ()
     in_step: InStep | None = None
 
+    def __post_init__(self) -> None:
+        note_parts()
+
     @property
     def tensor_group(self) -> distributed.ProcessGroup | None:
         """The ranks that slice layers together with this one; None if none are sliced."""
@@ -144,7 +147,6 @@ def prepare(
         models[name] = shard(root, asked, over, options, ignored=ignored, source=filled, in_step=False)
         _settle(models[name], root, config, units[name])
     prepared.in_step = keep_in_step(models, over)
-    note_parts()
     if values is not None:
         values.settle()
     prepared.numbered = _numbered_prepared_units(model, roots, units, config, own)
