@@ -59,7 +59,13 @@ def write_later(model, x):
         model.code.mul_(0.9)
 
 
+@torch.no_grad()
+def clamp(model, x):
+    model.mid.weight.clamp_(-0.2, 0.2)
+
+
 WRITES = {
+    "clamp": clamp,
     "samples": follow_samples,
     "samples, unseen": follow_samples_unseen,
     "weights": follow_weights,
@@ -108,7 +114,8 @@ def train_v1(kind, config, evaluated=()):
     smp.init({"microbatches": MB, "ddp": True, **config})
     try:
         model = smp.DistributedModel(Table(kind))
-        optimizer = smp.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+        rate = 0.002 if config.get("bf16") else 0.1
+        optimizer = smp.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=rate))
         replica = smp.dp_rank() if config.get("tensor_parallel_degree") else smp.rdp_rank()
         for step in range(STEPS):
             optimizer.zero_grad()
@@ -159,6 +166,22 @@ def test_rows_that_an_evaluation_looks_up_are_those_of_all_replicas(tmp_path):
     """Of the next step."""
     evaluated = [torch.full((4, 4), 11 - replica) for replica in range(2)]
     assert run_workers(v1, 2, tmp_path, "module", {}, evaluated) == [None] * 2
+
+
+def in_half_precision(rank, folder, kind):
+    whole_ones, parts = (train_v1(kind, {"bf16": True, **config}) for config in ({}, SHARDS))
+    for name, value in whole_ones.items():
+        torch.testing.assert_close(parts[name], value, rtol=0, atol=0)
+    if kind == "module":
+        return float(whole_ones["embed.weight"].norm(dim=1).max())
+    return float(whole_ones["mid.weight"].abs().max())
+
+
+@pytest.mark.parametrize(("kind", "limit"), [("module", 1.1), ("clamp", 0.3)])
+def test_masters_of_parts_have_what_forward_writes(tmp_path, kind, limit):
+    """They overwrote it in the update."""
+    for found in run_workers(in_half_precision, 2, tmp_path, kind):
+        assert found < limit
 
 
 @pytest.mark.parametrize("config", [{}, SHARDS, PARTS], ids=["replicas", "shards", "parts"])

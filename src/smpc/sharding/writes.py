@@ -16,6 +16,7 @@ all of them. Rows that lookups scale down (`smpc.sharding.row_norms`) are scaled
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -23,6 +24,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 from torch.distributed import ProcessGroup
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Shard
@@ -102,7 +104,7 @@ class KeptWrites:
                 self._keep_one(self._numbers[id(each)], each, whole)
 
     def _keep_one(self, number: int, parameter: Any, whole: Tensor) -> None:
-        part, is_written = local(parameter.sharded_param.detach()), self._is_written(parameter)
+        part, is_written = local(parameter.sharded_param), self._is_written(parameter)
         self._versions[number] = local(whole)._version
         if self._rows is not None and self._rows.notes(number):
             return  # scaled in the parts
@@ -111,10 +113,12 @@ class KeptWrites:
                 raise _lost(parameter, part, whole)
             return
         own = own_part_of_sharded(parameter.sharded_param, whole.detach())
-        # Comparing is cheap where nothing waits for a device, and leaves the part's version alone, by which masters notice writes.
+        # Comparing is cheap where nothing waits for a device. The part's version stays, but for writes, of which it tells masters.
         is_same = torch.equal(own, part) if own.is_cpu else not is_written and part.is_cpu
         if not is_same:
-            part.copy_(own)
+            counts = is_written or own.is_cpu
+            with contextlib.nullcontext() if counts else _unsafe_preserve_version_counter(part):
+                part.copy_(own)
         if is_written or (own.is_cpu and not is_same):
             self._digests[number] = 31 * self._digests.get(number, 0) + digest(whole) + 1
         room = parameter.all_gather_outputs[0]
@@ -125,7 +129,7 @@ class KeptWrites:
 def _scale_rows(looked_up: LookedUpRows, parameter: Any, lookup: Lookup, codes: Tensor) -> None:
     """Scale down this rank's part of the rows that some rank has looked up."""
     sharded, name = parameter.sharded_param, _name(parameter)
-    part = local(sharded.detach())
+    part = local(sharded)  # without gradients, the memory itself: its version tells masters of writes
     if lookup.is_sliced or any(place.dim != 0 for place in sharded.placements if isinstance(place, Shard)):
         raise StepError(
             f"{name}: expected parts of whole rows, whose norms forward limits (max_norm), found rows that ranks divide; leave the "
