@@ -290,8 +290,11 @@ class Binder:
         backward = next((place for place, each in enumerate(own) if each.op is Op.BACKWARD), 0)
         if sum(place < backward for place in forwards) < 2:
             return {}
-        code, module = self._codes[stage], self._modules[stage]
-        held = {path: module.get_submodule(path) for path in code.modules}
+        held: dict[str, nn.Module] = {}
+        for found in self._modules[stage].modules():  # what has parts is around its stage
+            if isinstance(found, StageModule):
+                held = {path: found.get_submodule(path) for path in self._codes[stage].modules}
+                break
         return {path: each for path, each in held.items() if shape_rule(each) is not None}
 
     def _leaves(self, code: StageCode) -> tuple[int, ...]:
