@@ -41,6 +41,7 @@ from smpc.executor.program.channels import MASK_DTYPE, ChannelBinder, Delivery, 
 from smpc.executor.program.frame import Frame, Handler, Inputs, Root, StepInputs
 from smpc.executor.program.host_copies import HostCopyMover, addresses
 from smpc.executor.program.message_order import Points, other_holders, posting_points
+from smpc.executor.program.rule_calls import first_watched
 from smpc.executor.replicas.group_hooks import StepHooks
 from smpc.executor.split_backward.intercept import Deferral
 from smpc.executor.transport import Transport, WireFormat
@@ -49,6 +50,7 @@ from smpc.sharding.tensors import local, sharded_like
 from smpc.sharding.wide_gradients import gradient_dtype
 from smpc.tracer.effects.torch_calls import uncompiled
 from smpc.tracer.ir import TensorSpec
+from smpc.tracer.operations.opaque import shape_rule
 
 _PAIR = 2  # a root and its gradient
 
@@ -251,6 +253,9 @@ class Binder:
         checkpointing = Checkpointing()
         draws = self._draws
         call = module if draws is None else draws.around(module)
+        by_rule = self._modules_by_rule(stage)
+        if by_rule:
+            call = first_watched(call, by_rule, f"stage {stage}, microbatch {microbatch}")
 
         def run() -> None:
             arguments = frame.inputs
@@ -277,6 +282,20 @@ class Binder:
                 _finish_forward(frame, on_output(microbatch, outputs), has_backward)
 
         return run
+
+    def _modules_by_rule(self, stage: int) -> dict[str, nn.Module]:
+        """The modules that a stage calls whole by a shape rule, if it has several microbatches under way."""
+        own = [each for each in self._program.instructions if each.stage == stage]
+        forwards = [place for place, each in enumerate(own) if each.op is Op.FORWARD]
+        backward = next((place for place, each in enumerate(own) if each.op is Op.BACKWARD), 0)
+        if sum(place < backward for place in forwards) < 2:
+            return {}
+        held: dict[str, nn.Module] = {}
+        for found in self._modules[stage].modules():  # what has parts is around its stage
+            if isinstance(found, StageModule):
+                held = {path: found.get_submodule(path) for path in self._codes[stage].modules}
+                break
+        return {path: each for path, each in held.items() if shape_rule(each) is not None}
 
     def _leaves(self, code: StageCode) -> tuple[int, ...]:
         """The inputs that want gradients, by position."""

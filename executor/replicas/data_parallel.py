@@ -27,6 +27,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from smpc.executor.replicas.forward_writes import ForwardWrites
 from smpc.sharding.wide_gradients import is_wide, wide_stand_in
 
 
@@ -83,6 +84,9 @@ class StageReplicas:
         self._replicas: dict[int, DistributedDataParallel] = {}
         self._anchors: dict[int, nn.Parameter] = {}
         self._stand_ins: dict[int, list[tuple[nn.Parameter, nn.Parameter]]] = {}
+        named = [pair for stage in self._stages for pair in stage.named_parameters(remove_duplicate=False)]
+        self._writes = ForwardWrites([(name, p) for name, p in named if id(p) not in self._apart], group)
+        self._is_joined = False
         owned = set(self._apart)
         for index in sorted(stages):
             stage = stages[index]
@@ -132,6 +136,7 @@ class StageReplicas:
         self._num_steps += 1
         for stage in self._buffers_of:
             broadcast(stage.buffers(), self._group, self._source)
+        self._writes.begin(compares=not self._is_joined)
 
     def did_not_train(self) -> None:
         """The step that has ended did no backward: it does not count among `backward_passes_per_step`."""
@@ -142,15 +147,18 @@ class StageReplicas:
 
         That one is an all-reduce under way, of 1 from each replica that trains; None: they are divided by the number of all.
         """
-        self._source, self._count = source, count
+        self._source, self._count, self._is_joined = source, count, True
         if count is not None:
             for replica in self._replicas.values():
                 replica.reducer._set_forward_pass_work_handle(count, False)
 
     def shadow(self) -> None:
         """Take part in the reductions of a step that others run. Gradients that were here are lost, as others' are once they are used."""
-        if not self._averages:
-            return
+        if self._averages:
+            self._shadow_reductions()
+        self._writes.follow()
+
+    def _shadow_reductions(self) -> None:
         for stage in sorted(self._replicas, reverse=True):
             parameters = [p for p in self._replicas[stage].parameters() if p.requires_grad]
             parameters += [parameter for parameter, _ in self._stand_ins.get(stage, [])]
@@ -169,7 +177,7 @@ class StageReplicas:
         if self._count is not None:
             for replica in self._replicas.values():
                 replica.reducer._set_forward_pass_work_handle(self._count, True)
-        self._source, self._count = 0, None
+        self._source, self._count, self._is_joined = 0, None, False
 
     @property
     def _averages(self) -> bool:
@@ -190,10 +198,11 @@ class StageReplicas:
         return root, torch.zeros_like(anchor)
 
     def end_of_step(self) -> None:
-        """Reduce everything, unless the backwards have done so."""
+        """Reduce everything, unless the backwards have done so, and see what forwards have written."""
         if self._averages and not self._overlapping:
             for stage in sorted(self._replicas, reverse=True):
                 self._reduce(stage)
+        self._writes.end()
 
     def _reduce(self, stage: int) -> None:
         """All gradients of a stage at once."""

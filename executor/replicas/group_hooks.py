@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from smpc.errors import StepError
 from smpc.executor.collectives import TensorGroup, sum_over
 from smpc.executor.replicas.data_parallel import broadcast
+from smpc.executor.replicas.forward_writes import ForwardWrites
 from smpc.sharding.tensors import local
 from smpc.sharding.whole_parameters import average_gradients
 
@@ -122,12 +123,24 @@ class TensorReplicas(GroupHooks):
         backward_passes_per_step: int = 1,
     ) -> None:
         super().__init__(group, inner, backward_passes_per_step)
+        assert group.process_group is not None, "one rank alone has nothing to average"
+        others = list(others)
         self._scaled = [parameter for parameter in scaled if parameter.requires_grad]
         self._others = [(name, parameter) for name, parameter in others if parameter.requires_grad]
         self._own_samples = own_samples
+        self._writes = ForwardWrites(others if own_samples else (), group.process_group)
         self._scaled_already: dict[int, Tensor] = {}
-        assert group.process_group is not None, "one rank alone has nothing to average"
         broadcast([local(tensor.detach()) for tensor in whole], group.process_group)
+
+    def start_of_step(self) -> None:
+        """Also see what evaluations have written."""
+        super().start_of_step()
+        self._writes.begin()
+
+    def end_of_step(self) -> None:
+        """Also see what forwards have written."""
+        super().end_of_step()
+        self._writes.end()
 
     def _set_aside(self) -> None:
         if self._own_samples and self._is_complete:

@@ -39,6 +39,8 @@ from smpc.tracer.constants import references
 from smpc.tracer.ir import NodeKind, Region, Trace
 from smpc.tracer.regions import group_size, matching_regions
 
+_LOOKUPS = ("torch.nn.functional.embedding", "torch.nn.functional.embedding_bag")
+
 
 @dataclass(frozen=True, slots=True)
 class RequestedRegions:
@@ -205,6 +207,15 @@ def changing_buffers(trace: Trace, region: Region) -> tuple[str, ...]:
         if changes and uses and not state.is_parameter:
             found.append(state.name)
     return tuple(found)
+
+
+def changing_parameters(trace: Trace, region: Region) -> tuple[str, ...]:
+    """Canonical names of the parameters that a region uses and that forward writes into, but for lookups: what a lookup scales down, it
+    does not scale again."""
+    written = {trace.node(name).storage for node in trace.nodes if node.target not in _LOOKUPS for name in node.mutates}
+    inside = trace.nodes[region.first : region.last]
+    used = {trace.node(name).storage for node in inside for name in (*node.inputs, *node.mutates)}
+    return tuple(state.name for state in trace.state if state.is_parameter and state.storage in (written & used) - {-1})
 
 
 def _changed_state(trace: Trace, positions: range) -> tuple[set[int], set[str], tuple[str, ...]]:

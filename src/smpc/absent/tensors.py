@@ -141,10 +141,12 @@ def empty(parameter: Tensor, shape: torch.Size, device: torch.device) -> Tensor:
 
 
 def _whole_of(tensor: Tensor) -> WholeTensor | None:
-    """For torch.nn.init."""
-    if not isinstance(tensor, AbsentParameter):
+    """For torch.nn.init: of a parameter, or of `weight.data` whose memory was freed."""
+    if not isinstance(tensor, Absent):
         return None
     place: AbsentPlace = getattr(tensor, _PLACE)
+    if not isinstance(tensor, AbsentParameter) and place.owner is not None:
+        return None
     return WholeTensor(place.shape, None if place.owner is None else lambda values: values)
 
 

@@ -51,6 +51,7 @@ from smpc.kernels.setting import wanted
 from smpc.partitioner.costs.cost import NodeTimes, node_times
 from smpc.partitioner.costs.timing import measure_times, measure_workspace
 from smpc.partitioner.graph.plan import Plan, plan_warnings
+from smpc.partitioner.graph.recompute import changing_parameters
 from smpc.partitioner.solve import with_size_note
 from smpc.sample_inputs import Inputs, as_inputs, first_microbatch
 from smpc.tracer.attempt import RecordingRequest
@@ -406,6 +407,14 @@ def _check_turns(planned: Planned) -> None:
         raise PartitionError(
             f"expected a forward that leaves alone what a backward needs, as {num_microbatches} microbatches are under way at a time, "
             f"found {'; '.join(rows)}; have forward read a copy (.clone()), or use one microbatch"
+        )
+    regions = [region for stage in planned.plan.stages if stage.num_in_flight > 1 for region in stage.checkpoints]
+    wrong = dict.fromkeys(name for region in regions for name in changing_parameters(planned.trace, region))
+    if wrong:
+        raise PartitionError(
+            f"expected what is computed again in the backward to use parameters that forward leaves alone, as {num_microbatches} "
+            f"microbatches are under way at a time, found that forward writes into {', '.join(wrong)}; write outside of what is "
+            "checkpointed, and give it a copy (.clone()), hold it in a buffer, or use one microbatch"
         )
     if len(planned.plan.stages) > 1 and (changed := other_forms(planned.trace)):
         raise PartitionError(

@@ -32,6 +32,7 @@ from smpc.composer.checkpoint import LossScale, State
 from smpc.composer.microbatches import cut, num_loss_tokens, num_samples, num_tokens
 from smpc.composer.model import ComposerModel
 from smpc.errors import ConfigError, PeerMemoryError, StepError, TransportError
+from smpc.executor.replicas.forward_writes import ForwardWrites
 from smpc.fsdp import Prepared
 from smpc.fsdp.tensor_slices import check_gradients
 from smpc.sharding.agreement import Agreement
@@ -78,10 +79,16 @@ class Stepper:
     wrapped: Any = field(init=False)
     _trained: tuple[bool, ...] = field(init=False)  # when it was wrapped
     _has_checked: bool = False
+    _writes: ForwardWrites | None = None
     _world_size: int = field(default_factory=dist.get_world_size)
 
     def __post_init__(self) -> None:
         self.wrapped, self._trained = self.wrap(), self._trained_now()
+        if self.prepared is None and self._world_size > 1:
+            named = self.state.model.named_parameters(remove_duplicate=False)
+            every = distributed.group.WORLD
+            assert every is not None, "there are several ranks"
+            self._writes = ForwardWrites(named, every)
 
     def _trained_now(self) -> tuple[bool, ...]:
         return tuple(parameter.requires_grad for parameter in self.state.model.parameters())
@@ -111,6 +118,8 @@ class Stepper:
         the last forward on: nothing of it is needed for the backward and the update.
         """
         self._follow()
+        if self._writes is not None:
+            self._writes.begin()
         counts = self.upcoming if self.upcoming is not None else self._first(batch)
         total, tokens = int(counts[:, 0].sum()), int(counts[:, 1].sum())
         begun: list[_NumberExchange] = []
@@ -124,6 +133,8 @@ class Stepper:
             self._microbatches(batch, self.state.device_train_microbatch_size, counts, exchange)
         if self.by_hand:
             average(self.state.model)
+        if self._writes is not None:
+            self._writes.end()
         self._update()
         told = begun[0].told()
         _check_alike(told[:, 4], "the end of their data together")

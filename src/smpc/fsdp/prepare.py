@@ -34,6 +34,7 @@ from smpc.fsdp.meshes import MeshesOver, key_of, meshes_of, over_all
 from smpc.fsdp.tensor_slices import AXIS, TensorConfig, check_beside, data_sizes
 from smpc.fsdp.values import ValuesBeforeSlicing
 from smpc.fsdp.wrapping import Wrapped, recomputed, units_of
+from smpc.nn.init.sliced_models import note_parts
 from smpc.sharding import Keep, Sharded, ShardingOptions, Unit, shard
 from smpc.sharding.in_step import InStep
 from smpc.sharding.shard import Incoming, check_gradients_of_parts, keep_in_step, own_modules
@@ -55,6 +56,9 @@ class Prepared:
     numbered: dict[str, tuple[int, int]] = field(default_factory=dict)
     buffers: tuple[CastBuffers, ...] = ()
     in_step: InStep | None = None
+
+    def __post_init__(self) -> None:
+        note_parts()
 
     @property
     def tensor_group(self) -> distributed.ProcessGroup | None:

@@ -39,6 +39,7 @@ from smpc.sharding.backwards import BEGIN, COME_TO, Backwards, is_in_backward
 from smpc.sharding.conversions import conversions_refused
 from smpc.sharding.uses import Uses
 from smpc.sharding.whole_parameters import WholeParameters
+from smpc.sharding.writes import KeptWrites
 
 _UPDATE = BEGIN - 1
 
@@ -64,6 +65,8 @@ class InStep:
         self.before_message: Callable[[], None] = lambda: None
         named = list(units)
         self.uses = Uses(units.values(), self._group)
+        self._writes = KeptWrites(units.values(), self._group, torch.device("cpu"))
+        self._is_written = False
         ends = [named.index(name) for name in roots if name in units]
         self._backwards = Backwards(units, self._tell_backward, is_alone=is_alone, uses=self.uses, ends=ends)
         self._backwards.before_gather = self._before_gather
@@ -136,11 +139,15 @@ class InStep:
 
     def before_update(self, optimizer: torch.optim.Optimizer) -> None:
         """An optimizer is about to update parameters."""
-        if not self._tells_each and not self._backwards.is_called:
+        if not (self._tells_each or self._backwards.is_called or self._is_written):
             return
         own = {id(each) for unit in self._units.values() for each in unit.parameters()}  # type: ignore[attr-defined]
         if any(id(each) in own for group in optimizer.param_groups for each in group["params"]):
-            self._come_to(_UPDATE)
+            if self._tells_each or self._backwards.is_called:
+                self._come_to(_UPDATE)
+            if self._is_written:
+                self._is_written = False
+                self._writes.settle()
 
     def _come_to(self, event: int) -> None:
         """This rank is about to do it: take part in all that comes before."""
@@ -166,8 +173,10 @@ class InStep:
         """What all ranks have come to, or a StepError if they cannot go on together. Collective."""
         self.before_message()
         calls = 0 if self._tells_each else zlib.crc32(repr(self._gathered).encode())
-        found = exchange([own, calls], self._group, self._describe(own))
+        writes = int((own == _UPDATE or not self._tells_each) and self._writes.are_there())
+        found = exchange([own, calls, writes], self._group, self._describe(own))
         told = [each[0] for each in found]
+        self._is_written |= any(each[2] for each in found)
         first, kinds = min(told), {(number >= BEGIN) + (number >= COME_TO) for number in told}
         if len({each[1] for each in found}) > 1:
             self._refuse([f"the gathers {each[1]:x}" for each in found])

@@ -60,7 +60,7 @@ from smpc.sharding.units import keep_containers
 from smpc.sharding.uses import Uses
 from smpc.sharding.whole_parameters import WholeParameters, stays_whole
 from smpc.sharding.wide_gradients import is_wide, keep_wide, widen
-from smpc.sharding.writes import keep_writes
+from smpc.sharding.writes import KeptWrites
 
 
 class Incoming:
@@ -141,12 +141,14 @@ class Sharded:
     _parts: list[_ShardPart] = field(default_factory=list)
     _ignored: frozenset[nn.Parameter] = frozenset()
     _uses: Uses | None = None
+    _writes: KeptWrites | None = None
 
     def keep_steps_alike(self, group: ProcessGroup) -> None:
         """Have ranks' batches use different parameters of units in a step, and keep what forwards write into whole ones."""
         alike = [part.module for part in self._parts if part.is_alike]
         self._uses = Uses(alike, group)
-        keep_writes(alike)
+        self._writes = KeptWrites(alike, group)
+        self._uses.tells = self._writes.are_there
 
     def begin_step(self) -> None:
         """A training step begins. Until `end_step` units keep their parameters as long as they should."""
@@ -193,6 +195,8 @@ class Sharded:
             part.module.set_reshard_after_forward(not self.options.stays_outside, recurse=False)
         self.last_backward()
         self.release()
+        if self._writes is not None and self._uses is not None and self._uses.take_told():
+            self._writes.settle()
 
     def settle(self) -> None:
         """Let units keep their parameters as long as they should outside of steps, too, where every backward averages."""
@@ -305,7 +309,10 @@ def _made_unit(
 def keep_in_step(models: Mapping[str, Sharded], mesh: DeviceMesh) -> InStep | None:
     """Have ranks go through sharded models together (`smpc.sharding.in_step`); `models` by name, "" if there is one. None for one rank.
     Collective."""
-    if mesh.size() == 1 or not models:
+    if not models:
+        return None
+    if mesh.size() == 1:
+        KeptWrites((part.module for each in models.values() for part in each._parts if part.is_alike), None)
         return None
     parts = [(f"{model}.{part.name}".strip("."), part) for model, each in models.items() for part in each._parts]
     units = {name: part.module for name, part in parts if part.is_alike}

@@ -5,6 +5,7 @@ own_start(weight)               4; of an ordinary tensor, 0
 own_part(weight, values)        rows 4 to 7 of `values`, a whole tensor; a view
 sharded_like(weight, rows)      the DTensor of which this rank has `rows`
 whole(weight)                   all 8 rows, on every rank; collective
+digest(weight)                  a number that tells other values apart
 """
 
 from __future__ import annotations
@@ -38,6 +39,15 @@ def sharded_like(parameter: Tensor, own: Tensor) -> Tensor:
         shape=parameter.shape,
         stride=parameter.stride(),
     )
+
+
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}  # by bytes of an element
+
+
+def digest(tensor: Tensor) -> Tensor:
+    """The sum of a tensor's elements as integers, int64: other values have another one, but for what no training makes."""
+    flat = tensor.detach().contiguous().reshape(-1)
+    return flat.view(_INTEGERS.get(flat.element_size(), torch.int64)).sum(dtype=torch.int64)
 
 
 def whole(tensor: Tensor) -> Tensor:

@@ -27,6 +27,8 @@ from torch.autograd.graph import Node, get_gradient_edge
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 
+from smpc.sharding.tensors import local
+
 
 class Uses:
     """See above. `group`: all ranks that the units are reduced over."""
@@ -38,6 +40,10 @@ class Uses:
         self._is_open = False
         self._used: set[int] = set()  # of this step on this rank, by identity
         self._had: set[int] = set()  # a gradient before this step, alike on all ranks
+        self.tells: Callable[[], bool] = lambda: (
+            False
+        )  # what this rank has to tell at the end of a step beside its uses
+        self._is_told = False
         for each in self._groups:
             each.post_backward = functools.partial(self._reduce, each, each.post_backward)
 
@@ -68,11 +74,11 @@ class Uses:
         every = self._parameters()
         if not every:
             return False
-        used = [id(each) in self._used or has_gradient(each) for each in every]
+        used = [id(each) in self._used or has_gradient(each) or self._has_got(each) for each in every]
         waits = [any(has_gradient(each) for each in _trained(group)) for group in self._groups]
-        counts = torch.tensor([*used, *waits], dtype=torch.int32, device=self._groups[0].device)
+        counts = torch.tensor([*used, *waits, self.tells()], dtype=torch.int32, device=self._groups[0].device)
         dist.all_reduce(counts, group=self._process_group)
-        found = [bool(count) for count in counts.tolist()]
+        *found, self._is_told = [bool(count) for count in counts.tolist()]
         is_used = {id(each): count for each, count in zip(every, found[: len(every)], strict=True)}
         for group, waiting in zip(self._groups, found[len(every) :], strict=True):
             if waiting:
@@ -81,6 +87,16 @@ class Uses:
             if not is_used[id(each)] and id(each) not in self._had:
                 each.sharded_param.grad = None
         return any(found[len(every) :])
+
+    def _has_got(self, parameter: Any) -> bool:
+        """Whether a part has got a gradient from elsewhere, such as another stage that shares it: what is completed has zeros."""
+        grad = parameter.sharded_param.grad
+        return grad is not None and id(parameter) not in self._had and bool(local(grad).any())
+
+    def take_told(self) -> bool:
+        """Whether some rank `tells`, as of the last `end`; then no more."""
+        found, self._is_told = self._is_told, False
+        return found
 
     def _parameters(self) -> list[Any]:
         return [each for group in self._groups for each in _trained(group)]

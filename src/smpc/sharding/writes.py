@@ -6,48 +6,162 @@ the whole parameter, and what was written into it, without a word. Each rank kee
     whole, written into    w0 w1 w2 w3
     parts                  rank 0: w0 w1    rank 1: w2 w3
 
-As without shards, all replicas must write the same: what depends on a replica's batch would differ between them.
+So all ranks must write the same. They compare what they have written before the update; what depends on a rank's batch is a StepError on
+all of them. Rows that lookups scale down (`smpc.sharding.row_norms`) are scaled in the parts, whichever rank has looked them up.
+
+    writes = KeptWrites(units, group)
+    writes.are_there()                   whether this rank has written anything since it was settled
+    writes.settle()                      on all ranks, if that is so on some of them; collective
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.autograd.grad_mode import _unsafe_preserve_version_counter
+from torch.distributed import ProcessGroup
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
 
-from smpc.sharding.tensors import local, own_part_of_sharded
-
-
-def keep_writes(units: Iterable[FSDPModule]) -> None:
-    """Have units take over what is written into their whole parameters."""
-    for unit in units:
-        group: Any = unit._get_fsdp_state()._fsdp_param_group
-        if group is not None:
-            group._to_sharded = functools.partial(_let_go, group, group._to_sharded)
+from smpc.errors import StepError
+from smpc.sharding.row_norms import LookedUpRows, Lookup
+from smpc.sharding.tensors import digest, local, own_part_of_sharded
 
 
-@torch.no_grad()
-def _let_go(group: Any, original: Callable[[], None]) -> None:
-    """In place of what frees whole parameters."""
-    if not group.is_sharded:
+class KeptWrites:
+    """See above. Has units take over what is written into their whole parameters. `group`: all ranks that have parts of them, whose
+    messages are on `device`, by default that of the units; None: there is one rank."""
+
+    def __init__(
+        self, units: Iterable[FSDPModule], group: ProcessGroup | None, device: torch.device | None = None
+    ) -> None:
+        found = (unit._get_fsdp_state()._fsdp_param_group for unit in units)
+        self._groups: list[Any] = [each for each in found if each is not None]
+        self._group, self._device = group, device
+        self._versions: dict[int, int] = {}  # of whole parameters, by number
+        self._digests: dict[int, Tensor] = {}  # of what was written since it was settled
+        self._rows = None if group is None else LookedUpRows(self._number_of, group)
+        self._parameters = [each for group in self._groups for each in group.fsdp_params]
+        self._numbers = {id(each): number for number, each in enumerate(self._parameters)}
+        for each in self._groups:
+            each._to_sharded = functools.partial(self._let_go, each, each._to_sharded)
+
+    def are_there(self) -> bool:
+        """Whether this rank has written into a whole parameter."""
+        wholes = (each for group in self._groups if not group.is_sharded for each in group.fsdp_params)
+        is_written = any(self._is_written(each) for each in wholes)
+        return is_written or bool(self._digests) or (self._rows is not None and self._rows.are_there)
+
+    def _is_written(self, parameter: Any) -> bool:
+        whole = getattr(parameter, "_unsharded_param", None)
+        return whole is not None and self._versions.get(self._numbers[id(parameter)], 0) != local(whole)._version
+
+    @torch.no_grad()
+    def settle(self) -> None:
+        """Have the rows that ranks have looked up scaled in the parts. StepError on all ranks for what they have written otherwise, if it
+        is not the same. Collective."""
+        if self._rows is None or not self._parameters:
+            return
+        parameters, device = self._parameters, self._device or self._groups[0].device
+        for lookup, codes in self._rows.exchanged(device).items():
+            _scale_rows(self._rows, parameters[lookup.table], lookup, codes)
+        tables = self._rows.tables
+        own = torch.zeros(len(parameters), dtype=torch.int64, device=device)
+        for number, found in self._digests.items():
+            if number not in tables:
+                own[number] = found
+        self._digests.clear()
+        both = torch.stack([own, -own])
+        dist.all_reduce(both, dist.ReduceOp.MAX, group=self._group)
+        largest, smallest = both.tolist()
+        wrong = [n for n, (a, b) in enumerate(zip(largest, smallest, strict=True)) if a != -b]
+        if wrong:
+            raise _differing([_name(parameters[number]) for number in wrong])
+
+    def _number_of(self, tensor: Tensor) -> int | None:
+        wholes = (getattr(each, "_unsharded_param", None) for each in self._parameters)
+        return next((number for number, whole in enumerate(wholes) if whole is tensor), None)
+
+    @torch.no_grad()
+    def _let_go(self, group: Any, original: Callable[[], None]) -> None:
+        """In place of what frees whole parameters."""
+        self._keep(group)
+        original()
+
+    @torch.no_grad()
+    def _keep(self, group: Any) -> None:
+        if group.is_sharded:
+            return
         for each in group.fsdp_params:
-            _write_back(each)
-    original()
+            whole = getattr(each, "_unsharded_param", None)
+            if whole is not None:
+                self._keep_one(self._numbers[id(each)], each, whole)
+
+    def _keep_one(self, number: int, parameter: Any, whole: Tensor) -> None:
+        part, is_written = local(parameter.sharded_param), self._is_written(parameter)
+        self._versions[number] = local(whole)._version
+        if self._rows is not None and self._rows.notes(number):
+            return  # scaled in the parts
+        if isinstance(whole, DTensor) or whole.dtype != part.dtype:
+            if is_written:
+                raise _lost(parameter, part, whole)
+            return
+        own = own_part_of_sharded(parameter.sharded_param, whole.detach())
+        # Comparing is cheap where nothing waits for a device. The part's version stays, but for writes, of which it tells masters.
+        is_same = torch.equal(own, part) if own.is_cpu else not is_written and part.is_cpu
+        if not is_same:
+            counts = is_written or own.is_cpu
+            with contextlib.nullcontext() if counts else _unsafe_preserve_version_counter(part):
+                part.copy_(own)
+        if is_written or (own.is_cpu and not is_same):
+            self._digests[number] = 31 * self._digests.get(number, 0) + digest(whole) + 1
+        room = parameter.all_gather_outputs[0]
+        if whole.untyped_storage().data_ptr() != room.untyped_storage().data_ptr():  # `weight.data = ...`
+            whole.data = torch.as_strided(room, whole.shape, parameter._contiguous_orig_stride, storage_offset=0)
 
 
-def _write_back(parameter: Any) -> None:
-    whole = getattr(parameter, "_unsharded_param", None)
-    part = local(parameter.sharded_param.detach())
-    if whole is None or isinstance(whole, DTensor) or whole.dtype != part.dtype:
-        return
-    own = own_part_of_sharded(parameter.sharded_param, whole.detach())
-    # Comparing is cheap where nothing waits for a device, and leaves the part's version alone, by which masters notice writes.
-    if not part.is_cpu or not torch.equal(own, part):
-        part.copy_(own)
-    room = parameter.all_gather_outputs[0]
-    if whole.untyped_storage().data_ptr() != room.untyped_storage().data_ptr():  # `weight.data = ...`
-        whole.data = torch.as_strided(room, whole.shape, parameter._contiguous_orig_stride, storage_offset=0)
+def _scale_rows(looked_up: LookedUpRows, parameter: Any, lookup: Lookup, codes: Tensor) -> None:
+    """Scale down this rank's part of the rows that some rank has looked up."""
+    sharded, name = parameter.sharded_param, _name(parameter)
+    part = local(sharded)  # without gradients, the memory itself: its version tells masters of writes
+    if lookup.is_sliced or any(place.dim != 0 for place in sharded.placements if isinstance(place, Shard)):
+        raise StepError(
+            f"{name}: expected parts of whole rows, whose norms forward limits (max_norm), found rows that ranks divide; leave the "
+            "table out of tensor parallelism"
+        )
+
+    def cut(rows: Tensor) -> Tensor:
+        return own_part_of_sharded(sharded, rows[:, None].expand(sharded.shape))[:, 0].to(part.device)
+
+    others = [f"{name} of another module"] if parameter._module_info.shared_modules else []
+    grad = None if sharded.grad is None else local(sharded.grad)
+    looked_up.check_use(lookup.table, name, others, grad, cut)
+    rows = cut(codes).nonzero()[:, 0]
+    if rows.numel():
+        torch.embedding_renorm_(part, rows, lookup.max_norm, lookup.norm_type)
+
+
+def _name(parameter: Any) -> str:
+    return str(parameter._param_fqn or parameter._module_info.param_name)
+
+
+def _lost(parameter: Any, part: Tensor, whole: Tensor) -> StepError:
+    what = "slices of it" if isinstance(whole, DTensor) else f"its copy in {whole.dtype}"
+    return StepError(
+        f"sharded parameters: expected forward to leave {_name(parameter)} alone, which is kept in {part.dtype}, found that it writes into "
+        f"{what}, which is dropped afterwards; write between steps, or hold it in a buffer"
+    )
+
+
+def _differing(names: list[str]) -> StepError:
+    return StepError(
+        f"sharded parameters: expected forward to write the same into {', '.join(names[:5])}{' ...' if len(names) > 5 else ''} on all "
+        "ranks, found what depends on a rank's own samples; make it alike on all ranks (smpc.dist.all_reduce of what is written), or "
+        "hold it in a buffer"
+    )

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Shard
 
 from smpc.codegen.rewrite.tensor_parallel.layouts import REPLICATED, Layout
+from smpc.errors import UsageError
 from smpc.executor.collectives import TensorGroup
 from smpc.executor.draws import draw_as_first
 from smpc.executor.sharded_state import slice_of
 from smpc.nn.init.whole_fills import WholeTensor, fill_whole
-from smpc.sharding.tensors import own_part_of_sharded, sharded_like
+from smpc.nn.parallel import DistributedModule, own_part_of, whole_shape
+from smpc.sharding.tensors import local, own_part_of_sharded, sharded_like
 
 ShapeOf = Callable[[str, Tensor], tuple[torch.Size, bool]]
 
@@ -26,24 +31,85 @@ def note_sliced(
     model: nn.Module, layouts: Mapping[str, Layout], group: TensorGroup, shape_of: ShapeOf = _as_it_is
 ) -> None:
     """Ranks of `group` have slices of a model's parameters, by name; of others all. `shape_of`: a slice, and whether this rank has it."""
-    seen = weakref.ref(model)
 
-    def find(tensor: Tensor) -> WholeTensor | None:
-        model = seen()
-        names = () if model is None else (name for name, each in model.named_parameters() if each is tensor)
-        name = next(iter(names), None)
-        if name is None:
-            return None
+    def whole_of(name: str, tensor: Tensor) -> WholeTensor:
         shape, has_part = shape_of(name, tensor)
         layout = layouts.get(name, REPLICATED)
 
         def cut(whole: Tensor) -> Tensor:
-            return sharded_like(tensor, own_part_of_sharded(tensor, slice_of(whole, layout, group)))
+            return _own_part(tensor, slice_of(whole, layout, group))
+
+        return WholeTensor(torch.Size(layout.whole_shape(shape, group.size)), cut if has_part else None)
+
+    _note(model, whole_of, group)
+
+
+def note_distributed(model: nn.Module, group: TensorGroup) -> None:
+    """Ranks of `group` have slices of the parameters of a model's distributed modules; of others all."""
+
+    def whole_of(name: str, tensor: Tensor) -> WholeTensor | None:
+        prefix, _, own = name.rpartition(".")
+        owner = model.get_submodule(prefix)
+        shard = owner.shards.get(own) if isinstance(owner, DistributedModule) else None
+        if not tensor.numel():
+            return None  # it is on other ranks
+
+        def cut(whole: Tensor) -> Tensor:
+            return _own_part(tensor, own_part_of(whole, shard, tensor.shape))
+
+        return WholeTensor(torch.Size(whole_shape(tensor, shard)), cut)
+
+    _note(model, whole_of, group)
+
+
+@functools.cache
+def note_parts() -> None:
+    """Of parameters that `fully_shard` has divided ranks have parts, DTensors; what knows more of one comes first."""
+
+    def find(tensor: Tensor) -> WholeTensor | None:
+        if not isinstance(tensor, DTensor) or not any(isinstance(place, Shard) for place in tensor.placements):
+            return None
+        mesh = tensor.device_mesh
 
         def begin() -> None:
-            draw_as_first(group, tensor.device)
+            for dim in reversed(range(mesh.ndim)):
+                draw_as_first(TensorGroup.of(mesh.get_group(dim)), local(tensor).device)
 
-        return WholeTensor(torch.Size(layout.whole_shape(shape, group.size)), cut if has_part else None, begin)
+        return WholeTensor(tensor.shape, lambda whole: _own_part(tensor, whole), begin)
+
+    fill_whole(find, comes_last=True)
+
+
+def _note(model: nn.Module, whole_of: Callable[[str, Tensor], WholeTensor | None], group: TensorGroup) -> None:
+    seen = weakref.ref(model)
+
+    def find(tensor: Tensor) -> WholeTensor | None:
+        model = seen()
+        name = None if model is None else named_as(tensor, model)
+        found = None if name is None else whole_of(name, tensor)
+        return None if found is None else replace(found, begin=lambda: draw_as_first(group, local(tensor).device))
 
     if group.size > 1:
         weakref.finalize(model, fill_whole(find))
+
+
+def _own_part(tensor: Tensor, whole: Tensor) -> Tensor:
+    return sharded_like(tensor, own_part_of_sharded(tensor, whole))
+
+
+def named_as(tensor: Tensor, model: nn.Module) -> str | None:
+    """The name of the parameter that a tensor is, or whose memory it has (`weight.data`). UsageError for a part of one's memory."""
+    if isinstance(tensor, nn.Parameter):
+        return next((name for name, parameter in model.named_parameters() if parameter is tensor), None)
+    memory = local(tensor).untyped_storage().data_ptr()
+    for name, parameter in model.named_parameters():
+        own = local(parameter)
+        if own.is_meta or not own.numel() or own.untyped_storage().data_ptr() != memory:
+            continue
+        if tensor.shape == parameter.shape and tensor.stride() == parameter.stride():
+            return name
+        raise UsageError(
+            f"{name}: expected random numbers for all of a parameter of which this rank has {list(own.shape)}, as what one process draws "
+            f"is drawn and cut, found them for a part of shape {list(tensor.shape)}; fill a whole tensor, and load it with load_state_dict"
+        )
+    return None

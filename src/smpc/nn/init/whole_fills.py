@@ -1,6 +1,7 @@
 """torch.nn.init on parameters of which this rank has a part, or nothing: what one process would draw is drawn, and cut.
 
     model.head.reset_parameters()       between steps, on every rank; torch.nn.init.xavier_uniform_(model.head.weight), too
+    model.head.weight.data.normal_()    and what tensors draw by themselves
 
     this rank has                       then
     a slice of the parameter            the whole is filled, its sizes decide how widely, and the slice is taken of it
@@ -8,11 +9,11 @@
     nothing of it                       the whole is filled and let go of, so that what comes next is drawn as in one process
 
 By themselves, ranks would draw slices like whole parameters, as wide as the sizes of slices say, and in other orders than one process, and
-no rank would say so. The ranks of a group must call it alike; they draw as their first rank does.
+no rank would say so. The ranks of a group must call it alike; they draw as their first rank does. Numbers for rows of a slice
+(`weight.data[:3].normal_()`) are a UsageError.
 
-torch is changed when the first finder is noted, and stays so: other tensors are left to it. Also names that were imported earlier come to
-this, by what torch's functions call, but for `kaiming_uniform_` and `kaiming_normal_`, which are refused then. What a script draws by other
-ways (`weight.data.normal_()`) is drawn for what this rank has.
+torch is changed when the first finder is noted, and stays so: other tensors are left to it. Its functions themselves are changed, so that
+also names that were imported earlier come to this.
 """
 
 from __future__ import annotations
@@ -20,17 +21,19 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
+from types import FunctionType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import init
 
-from smpc.errors import UsageError
-
 _FILLS = (
     "uniform_", "normal_", "trunc_normal_", "xavier_uniform_", "xavier_normal_", "kaiming_uniform_", "kaiming_normal_",
     "orthogonal_", "sparse_", "eye_", "dirac_", "_no_grad_uniform_", "_no_grad_normal_", "_no_grad_trunc_normal_",
+)  # fmt: skip
+_DRAWS = (
+    "normal_", "uniform_", "random_", "bernoulli_", "exponential_", "log_normal_", "cauchy_", "geometric_",
 )  # fmt: skip
 
 
@@ -48,32 +51,45 @@ Finder = Callable[[Tensor], WholeTensor | None]
 _finders: list[Finder] = []
 
 
-def fill_whole(find: Finder) -> Callable[[], None]:
-    """Have parameters for which `find` gives a whole tensor filled as such; None: it knows nothing of them. Later finders come first.
+def fill_whole(find: Finder, *, comes_last: bool = False) -> Callable[[], None]:
+    """Have parameters for which `find` gives a whole tensor filled as such; None: it knows nothing of them. Later finders come first, but
+    for one that `comes_last`.
 
     Returns what takes it back.
     """
     _patch_init()
-    _finders.append(find)
+    _finders.insert(0 if comes_last else len(_finders), find)
     return functools.partial(_finders.remove, find)
 
 
 def _found(tensor: Any) -> WholeTensor | None:
-    if not isinstance(tensor, nn.Parameter) or tensor.is_meta or torch.compiler.is_compiling():
+    if not isinstance(tensor, Tensor) or tensor.is_meta or torch.compiler.is_compiling():
         return None
     return next(filter(None, (find(tensor) for find in reversed(_finders))), None)
 
 
 @functools.cache
 def _patch_init() -> None:
-    makers: tuple[tuple[Any, str, Callable[[Any], Any]], ...] = (
-        *((init, name, _filling) for name in _FILLS),
-        (init, "_calculate_fan_in_and_fan_out", _of_whole),
-        (init, "_calculate_correct_fan", _refusing),
-        (nn.Embedding, "_fill_padding_idx_with_zero", _padding),
-    )
-    for owner, name, make in makers:
+    for name in _FILLS:
+        _change(vars(init)[name], _filling)
+    _change(init._calculate_fan_in_and_fan_out, _of_whole)
+    _change(init._calculate_correct_fan, _of_whole)
+    methods: tuple[tuple[Any, str, Callable[[Any], Any]], ...]
+    methods = (nn.Embedding, "_fill_padding_idx_with_zero", _padding), *((Tensor, name, _filling) for name in _DRAWS)
+    for owner, name, make in methods:
         setattr(owner, name, make(getattr(owner, name)))
+
+
+def _change(function: Any, make: Callable[[Any], Callable[..., Any]]) -> None:
+    """Have a function of Python do what `make` makes of what it has done, under every name that it has been given."""
+    original = FunctionType(function.__code__, function.__globals__, function.__name__, function.__defaults__)
+    original.__kwdefaults__ = function.__kwdefaults__
+    function.__code__, function.__defaults__ = _changed.__code__, None
+    function.__kwdefaults__, function.__wrapped__ = {"_smpc_made": make(original)}, original
+
+
+def _changed(*args: Any, _smpc_made: Callable[..., Any], **kwargs: Any) -> Any:
+    return _smpc_made(*args, **kwargs)
 
 
 def _filling(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
@@ -97,25 +113,11 @@ def _keep(tensor: Tensor, whole: WholeTensor, values: Tensor) -> None:
         tensor.copy_(whole.cut(values))
 
 
-def _of_whole(original: Callable[[Tensor], Any]) -> Callable[[Tensor], Any]:
+def _of_whole(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
-    def calculate(tensor: Tensor) -> Any:
+    def calculate(tensor: Tensor, *args: Any) -> Any:
         whole = _found(tensor)
-        return original(tensor if whole is None else torch.empty(whole.shape, device="meta"))
-
-    return calculate
-
-
-def _refusing(original: Callable[..., int]) -> Callable[..., int]:
-    @functools.wraps(original)
-    def calculate(tensor: Tensor, *args: Any, **kwargs: Any) -> int:
-        if _found(tensor) is not None:
-            raise UsageError(
-                "kaiming_uniform_ and kaiming_normal_: expected to be called as torch.nn.init has them now, found functions that were "
-                f"imported before the model was divided, for a parameter of which this rank has {list(tensor.shape)}; call "
-                "torch.nn.init.kaiming_uniform_ by its module's name"
-            )
-        return original(tensor, *args, **kwargs)
+        return original(tensor if whole is None else torch.empty(whole.shape, device="meta"), *args)
 
     return calculate
 

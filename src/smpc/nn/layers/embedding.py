@@ -18,8 +18,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from smpc.executor.collectives import all_gather, all_reduce, all_to_all, reduce_scatter, sum_over
+from smpc.executor.collectives import all_gather, all_reduce, all_to_all, reduce_scatter
 from smpc.nn.parallel import DistributedModule, TensorParallel, current_parallel
+from smpc.sharding.row_norms import note_lookup
 
 
 class DistributedEmbedding(DistributedModule):
@@ -135,9 +136,9 @@ class DistributedEmbedding(DistributedModule):
         if self.max_norm is None:
             return
         weight = self.get_parameter("weight")
+        note_lookup(weight, ids, self.max_norm, self.norm_type, is_sliced=True)
         used = torch.unique(ids)
-        powers = sum_over(weight[used].abs().pow(self.norm_type).sum(1), self.parallel.group)
-        norms = powers.pow(1 / self.norm_type)
+        norms = all_gather(weight[used], -1, self.parallel.group).norm(self.norm_type, -1)
         scale = torch.where(norms > self.max_norm, self.max_norm / (norms + 1e-7), torch.ones_like(norms))
         weight[used] = weight[used] * scale[:, None]
 

@@ -24,6 +24,7 @@ from smpc.executor.replicas.group_hooks import StepHooks, TensorReplicas
 from smpc.mesh import Axis
 from smpc.nn.distribution.distribute import distribute
 from smpc.nn.distribution.registry import Registry
+from smpc.nn.init.sliced_models import note_distributed
 from smpc.nn.parallel import DistributedModule, distributed_modules
 from smpc.nn.registration import StateHook, Translation
 from smpc.v1.layout.compiled_tensors import CompiledTensors
@@ -78,6 +79,8 @@ class Distribution:
         self._parallel = session.parallel
         self.module = distribute(module, registry, self._parallel)
         self.slices = Slices(self.module)
+        if any(True for _ in distributed_modules(self.module)):
+            note_distributed(self.module, self._parallel.group)
         self._compiled: CompiledTensors | None = None
         self.checks_batch = (  # in the first step
             self._parallel.group.size > 1

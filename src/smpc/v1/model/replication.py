@@ -51,6 +51,7 @@ from smpc.executor.replicas.fully_shard import ModuleShards, StageShards
 from smpc.executor.replicas.group_hooks import StepHooks
 from smpc.mesh import Axis
 from smpc.mesh.device_mesh import device_mesh
+from smpc.nn.init.sliced_models import note_parts
 from smpc.sharding import ShardingOptions, Unit, find_units
 from smpc.sharding.tensors import local
 from smpc.sharding.wide_gradients import widen
@@ -134,6 +135,7 @@ class Replication:
         group, mesh, buffers = session.groups[Axis.RDP], shard_mesh(session), self.options["broadcast_buffers"]
         experts = context.experts
         apart = None if experts is None else experts.apart(stages, shard_mesh(session, of_experts=True))
+        note_parts()
         shards: StageShards | ModuleShards
         with exchange("dividing parameters over the replicas"):
             if not context.has_program:

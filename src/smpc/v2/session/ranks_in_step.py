@@ -16,8 +16,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
 
+from smpc.nn.init.sliced_models import note_parts
 from smpc.optimizers.torch_patches import replace_method
 from smpc.sharding.in_step import InStep, ranks_of
+from smpc.sharding.writes import KeptWrites
 
 
 class ScriptUnits:
@@ -42,6 +44,7 @@ class ScriptUnits:
 
             return lazy_init
 
+        note_parts()
         return replace_method(FSDPState, "_lazy_init", make)
 
     def _begin(self) -> None:
@@ -52,7 +55,7 @@ class ScriptUnits:
         inner = {id(module) for unit in units for module in unit.modules() if module is not unit}
         outer: list[Any] = [unit for unit in units if id(unit) not in inner]
         mesh = self._mesh()
-        if mesh.size() == 1 or not outer:
+        if not outer:
             return
         roots: dict[str, FSDPModule] = {str(i) if len(outer) > 1 else "": root for i, root in enumerate(outer)}
         named: dict[str, FSDPModule] = {}
@@ -63,6 +66,9 @@ class ScriptUnits:
                     states[id(module._get_fsdp_state())] = module
                     named[f"{prefix}.{name}".strip(".")] = module
         alike = {name: unit for name, unit in named.items() if _is_over(unit, mesh)}
+        if mesh.size() == 1:
+            KeptWrites(alike.values(), None)
+            return
         made = InStep(roots, alike, mesh, is_alone=self._is_alone and len(alike) == len(named))
         made.begin()
 
