@@ -8,7 +8,7 @@ them) would make other models of the replicas, which nothing makes equal again: 
     ...                                  forwards and backwards
     writes.end()                         StepError on all ranks if a parameter has other values on another one
 
-Rows that lookups scale down (`smpc.sharding.row_norms`) are exchanged, so that all replicas have them as one process has.
+Rows that lookups scale down (`smpc.sharding.forward_writes.row_norms`) are exchanged, so that all replicas have them as one process has.
 
 In the first step all parameters are compared, by one number for each: some ways to write count no version. From then on those are that
 forwards have written into in it; a later write into another one, which its version tells, is a StepError on this rank.
@@ -23,7 +23,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from smpc.errors import StepError
-from smpc.sharding.row_norms import LookedUpRows
+from smpc.sharding.forward_writes.row_norms import LookedUpRows
 from smpc.sharding.tensors import digest, local
 
 _NOTHING = torch.iinfo(torch.int64).min

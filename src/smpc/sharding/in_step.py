@@ -37,9 +37,9 @@ from torch.utils.hooks import RemovableHandle
 from smpc.errors import StepError
 from smpc.sharding.backwards import BEGIN, COME_TO, Backwards, is_in_backward
 from smpc.sharding.conversions import conversions_refused
+from smpc.sharding.forward_writes.writes import KeptWrites
 from smpc.sharding.uses import Uses
 from smpc.sharding.whole_parameters import WholeParameters
-from smpc.sharding.writes import KeptWrites
 
 _UPDATE = BEGIN - 1
 

@@ -53,6 +53,7 @@ from torch.distributed.tensor import DTensor
 from smpc.config.keep import Keep
 from smpc.errors import ConfigUnsupportedError
 from smpc.sharding.backwards import Backwards
+from smpc.sharding.forward_writes.writes import KeptWrites
 from smpc.sharding.in_step import InStep, ranks_of
 from smpc.sharding.output_views import hook_what_is_viewed, without_lost_hooks
 from smpc.sharding.tensors import has_hooks, local, own_part_of_sharded
@@ -60,7 +61,6 @@ from smpc.sharding.units import keep_containers
 from smpc.sharding.uses import Uses
 from smpc.sharding.whole_parameters import WholeParameters, stays_whole
 from smpc.sharding.wide_gradients import is_wide, keep_wide, widen
-from smpc.sharding.writes import KeptWrites
 
 
 class Incoming:

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from smpc.executor.collectives import all_gather, all_reduce, all_to_all, reduce_scatter
 from smpc.nn.parallel import DistributedModule, TensorParallel, current_parallel
-from smpc.sharding.row_norms import note_lookup
+from smpc.sharding.forward_writes.row_norms import note_lookup
 
 
 class DistributedEmbedding(DistributedModule):

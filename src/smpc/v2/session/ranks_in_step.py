@@ -18,8 +18,8 @@ from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
 
 from smpc.nn.init.sliced_models import note_parts
 from smpc.optimizers.torch_patches import replace_method
+from smpc.sharding.forward_writes.writes import KeptWrites
 from smpc.sharding.in_step import InStep, ranks_of
-from smpc.sharding.writes import KeptWrites
 
 
 class ScriptUnits:

@@ -7,7 +7,7 @@ the whole parameter, and what was written into it, without a word. Each rank kee
     parts                  rank 0: w0 w1    rank 1: w2 w3
 
 So all ranks must write the same. They compare what they have written before the update; what depends on a rank's batch is a StepError on
-all of them. Rows that lookups scale down (`smpc.sharding.row_norms`) are scaled in the parts, whichever rank has looked them up.
+all of them. Rows that lookups scale down (`row_norms`, beside) are scaled in the parts, whichever rank has looked them up.
 
     writes = KeptWrites(units, group)
     writes.are_there()                   whether this rank has written anything since it was settled
@@ -30,7 +30,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Shard
 
 from smpc.errors import StepError
-from smpc.sharding.row_norms import LookedUpRows, Lookup
+from smpc.sharding.forward_writes.row_norms import LookedUpRows, Lookup
 from smpc.sharding.tensors import digest, local, own_part_of_sharded
 
 
