@@ -40,6 +40,7 @@ from smpc.compile.search.space import (
 )
 from smpc.compile.step import step_parts
 from smpc.config import Config
+from smpc.config.numbers import MAX_STEPS
 from smpc.errors import ConfigError, MemoryLimitError, PartitionError
 from smpc.mesh import Axis
 from smpc.partitioner.costs.cost import node_times, times_with_collectives
@@ -434,6 +435,16 @@ def test_modules_to_compute_again_are_blocks_some_of_them_and_parts(model, batch
     found = Again.of(trace, [1.0 if node.flops else 0.0 for node in trace.nodes])
     assert found.names == AGAIN
     assert found["half the blocks"] == ("blocks.0", "blocks.2", "blocks.4")
+
+
+@pytest.mark.long
+def test_schedules_of_too_many_actions_are_left_out():
+    """A search ended with the error for one of them, though others fit."""
+    model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(300)))
+    once = {"tensor_parallel_degrees": [1], "context_parallel_degrees": [1], "shardings": [NOTHING], "effort": 0.1}
+    found = smpc.search(model, torch.zeros(1024, 4), world_size=128, device=DEVICE, schedules=["1f1b", "zb-v"], **once)
+    most = max(result.candidate.num_stages * result.candidate.microbatches for result in found.results)
+    assert most <= MAX_STEPS < 2 * 128 * 1024
 
 
 @pytest.mark.long

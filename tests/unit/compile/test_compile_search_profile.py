@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -13,6 +14,7 @@ from transformers import MixtralConfig, MixtralForCausalLM
 import smpc
 from smpc.codegen.schedules.named import choose
 from smpc.compile.exchange import Sharding
+from smpc.compile.search import split_uses
 from smpc.compile.search.estimate import least_peak, least_step
 from smpc.compile.search.forecast import Forecast, Plans
 from smpc.compile.search.profile import in_flight, placement
@@ -134,6 +136,44 @@ def test_schedules_hold_as_many_microbatches_as_they_are_taken_to(name, pieces):
         schedule = choose(ranks, microbatches, schedule=name, num_pieces=pieces)
         assert tuple(in_flight(name, ranks, pieces, microbatches).tolist()) == schedule.in_flight
         assert tuple(placement(name, ranks, pieces).tolist()) == schedule.placement
+
+
+def fullest(uses, num_ranks, name, deferred):
+    """Microbatches of all stages of the rank that has most, each `deferred` of one after its B."""
+    ranks = placement(name, num_ranks, len(uses) // num_ranks)
+    return max(np.bincount(ranks, [use.alone.in_flight(100, deferred) for use in uses]))
+
+
+@pytest.mark.parametrize("deferred", [100, 10])
+@pytest.mark.parametrize(("name", "pieces"), [("zb-h1", 1), ("zb-h2", 1), ("zb-v", 2)])
+@pytest.mark.parametrize(("ranks", "microbatches"), [(24, 200), (96, 32), (48, 40)])
+def test_long_schedules_have_in_proportion_what_short_ones_have(ranks, microbatches, name, pieces, deferred):
+    shown = min(microbatches, 3 * ranks * pieces)
+    long, gone_through = (
+        make(name, ranks, pieces, shown) for make in (split_uses._uses_of_long, split_uses._uses_of_short)
+    )
+    assert len(long) == ranks * pieces
+    expected = fullest(gone_through, ranks, name, deferred)
+    assert 0.97 * expected <= fullest(long, ranks, name, deferred) <= 1.07 * expected
+
+
+def test_how_long_a_schedule_takes_to_guess_does_not_grow_with_it(monkeypatch):
+    """Schedules of thousands of stages took seconds each, for a guess."""
+    gone_through = []
+    built = split_uses._uses_of_short
+    monkeypatch.setattr(
+        split_uses,
+        "_uses_of_short",
+        lambda name, ranks, pieces, number: (
+            gone_through.append(ranks * pieces * number) or built(name, ranks, pieces, number)
+        ),
+    )
+    split_uses.splits.cache_clear()
+    for ranks, number in ((1024, 1), (512, 64), (128, 768), (30, 2000)):
+        assert len(split_uses.splits("zb-v", ranks, 2, number).before_backward) == 2 * ranks
+    split_uses.splits.cache_clear()
+    assert len(gone_through) == 4
+    assert max(gone_through) <= 2000
 
 
 def mixtral():
