@@ -19,9 +19,10 @@ was made or received in the interval.
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -31,7 +32,6 @@ from smpc.partitioner.graph.trace_graph import Graph
 from smpc.partitioner.memory.lifetimes import lifetimes, loss_roots, saved_activations
 from smpc.partitioner.memory.peak import (
     RECEIVE_WINDOW,
-    Bytes,
     Resident,
     StepTerms,
     received_ahead,
@@ -44,6 +44,8 @@ from smpc.partitioner.solvers.coarsen import node_units, state_items
 from smpc.tracer.ir import NodeKind, Region, StateSpec
 
 _BYTES = Scale(1.0, 1, 1)  # only memory is asked for
+_CACHED = 1 << 29  # bytes of what intervals have whatever their stage, if these are of _USUAL nodes
+_USUAL = 4096
 
 
 @dataclass(frozen=True)
@@ -160,6 +162,8 @@ class PeakRows:
         self.lower_units = _at_least(units, gradients)
         self.activation_bytes = units.totals()[2]
         self._check_sums()
+        room = _CACHED // (len(_FromStart._fields) * 8 * _USUAL)
+        self._from = functools.lru_cache(room)(self._of_start)
 
     def _check_sums(self) -> None:
         """PartitionError if what `row` adds up could overflow: no sum of its terms is larger than this."""
@@ -179,6 +183,7 @@ class PeakRows:
         other.num_microbatches = max(self.num_microbatches, *in_flight)
         other.copies = _copies_in_peaks(self.copied, self.num_units, len(in_flight))
         other._check_sums()
+        other._from = functools.lru_cache(self._from.cache_info().maxsize)(other._of_start)
         return other
 
     @property
@@ -206,72 +211,93 @@ class PeakRows:
     def row(self, start: int, stop: int, stage: int) -> IntArray:
         """Peak of start..j for each j: see the module docstring."""
         k, m = self.in_flight[stage], self.num_microbatches
-        crossing, leaf, unsaved, skipped, sent, kept, returned = self._boundary(start, stop, stage)
-        static, held, scratch = (intervals.memory(start, stop) for intervals in (self.static, self.held, self.scratch))
-        outputs = np.zeros_like(held)
+        length = stop - start
+        # The next stages ask for a little more: they find it there.
+        found = self._from(start, min(self.num_units, start + (1 << length.bit_length()))).until(length)
+        own = max(0, min(m, max(self.in_flight[: stage + 1])) - k) if self.cost_model.holds_sent else 1
+        crossing = received_ahead(m, k) * found.received + own * found.received_gradients
+        total, after = found.total, found.total + found.kept
         if stage == len(self.in_flight) - 1 and stop == self.num_units:
-            outputs[-1] = self.root_bytes
-        total = held + leaf + outputs
-        until = held + unsaved
-        span = slice(start, stop)
-        gradients = self.gradients[start : stop + 1] - self.gradients[start]
-        absent = np.zeros_like(gradients) if self.cost_model.optimizer.main_grad else gradients
-        unread = 2 * skipped
-        later = self.later[start:stop] - self.later[start]
-        backward = np.maximum.accumulate(until + self.adding[span] - later) - unread
-        gathering: Bytes = 0
-        averaging: Bytes = 0
-        if self.cost_model.optimizer.in_parts:
-            gathering = self.gathered.memory(start, stop) - absent[1:]
-            averaging = self.averaging.memory(start, stop)
+            total = total.copy()
+            total[-1] += self.root_bytes
+            after[-1] += 2 * self.root_bytes
         terms = StepTerms(
             **self._held(start, stop, stage, total),
-            one_forward=np.maximum.accumulate(until + self.forward[span]) - skipped,
-            after_forward=total + kept + outputs,
-            first_backward=np.maximum.accumulate(until + self.backward[span] - absent[:-1]) - unread,
-            later_backward=backward + self.apart.memory(start, stop),
-            sent=kept,
-            waiting=self._behind(stage) * kept,
-            early_gradients=-absent[1:],  # beyond `static`, which has all gradients
+            one_forward=found.one_forward,
+            after_forward=after,
+            first_backward=found.first_backward,
+            later_backward=found.later_backward,
+            sent=found.kept,
+            waiting=self._behind(stage) * found.kept,
+            early_gradients=found.early_gradients,
             gradients=0,
-            given_back=returned,
-            gathering=gathering,
-            averaging=averaging,
+            given_back=found.returned,
+            gathering=found.gathering,
+            averaging=found.averaging,
         )
-        peak = static + step_peak(terms, self.cost_model, k, m) + crossing + sent
+        peak = found.static + step_peak(terms, self.cost_model, k, m) + crossing + found.sent
         if start == 0:
             saved = _peaks_from(stop, self.input_savers, self.saved_inputs)
             peak = peak + m * self.input_bytes - k * saved
-        if self.cost_model.holds_sent and self.num_units > stop - start:
+        if self.cost_model.holds_sent and self.num_units > length:
             peak = peak + self.copies.memory(start, stop)
-        highest: IntArray = np.maximum(peak, static + scratch)
+        highest: IntArray = np.maximum(peak, found.static + found.scratch)
         return highest
 
     def _behind(self, stage: int) -> int:
         """Microbatches whose values sent are not known to have arrived, from the first gradient on, at most."""
         return max(0, self.in_flight[stage] - min(self.in_flight[stage:]))
 
-    def _boundary(self, start: int, stop: int, stage: int) -> tuple[IntArray, ...]:
+    def _of_start(self, start: int, stop: int) -> _FromStart:
+        received, gradients, leaf, unsaved, skipped, sent, kept, returned = self._boundary(start, stop)
+        static, held, scratch = (intervals.memory(start, stop) for intervals in (self.static, self.held, self.scratch))
+        until = held + unsaved
+        span = slice(start, stop)
+        absent = self.gradients[start : stop + 1] - self.gradients[start]
+        if self.cost_model.optimizer.main_grad:
+            absent = np.zeros_like(absent)
+        unread = 2 * skipped
+        later = self.later[start:stop] - self.later[start]
+        backward = np.maximum.accumulate(until + self.adding[span] - later) - unread
+        gathering = averaging = np.zeros(stop - start, dtype=np.int64)
+        if self.cost_model.optimizer.in_parts:
+            gathering = self.gathered.memory(start, stop) - absent[1:]
+            averaging = self.averaging.memory(start, stop)
+        return _FromStart(
+            static=static,
+            scratch=scratch,
+            total=held + leaf,
+            one_forward=np.maximum.accumulate(until + self.forward[span]) - skipped,
+            first_backward=np.maximum.accumulate(until + self.backward[span] - absent[:-1]) - unread,
+            later_backward=backward + self.apart.memory(start, stop),
+            early_gradients=-absent[1:],  # beyond `static`, which has all gradients
+            gathering=gathering,
+            averaging=averaging,
+            received=received,
+            received_gradients=gradients,
+            sent=sent,
+            kept=kept,
+            returned=returned,
+        )
+
+    def _boundary(self, start: int, stop: int) -> tuple[IntArray, ...]:
         """What depends on both ends.
 
-        By j: buffers for what is received; leaves of one microbatch that no node saves; by node: values that cross `start` and that no
-        node saves up to this one; by j: values that cross both ends and are not used between; buffers for gradients of what is sent;
+        By j: what is received, and its gradients; leaves of one microbatch that no node saves; by node: values that cross `start` and that
+        no node saves up to this one; by j: values that cross both ends and are not used between; buffers for gradients of what is sent;
         what is sent and kept though no node saves it; what one microbatch received, with the gradients for it.
         """
-        k, m, values = self.in_flight[stage], self.num_microbatches, self.values
+        m, values = self.num_microbatches, self.values
         length, end = stop - start, self.num_units + 1
-        own = max(0, min(m, max(self.in_flight[: stage + 1])) - k) if self.cost_model.holds_sent else 1
         received = np.flatnonzero((values.made < start) & (values.last >= start))
         read = values.after(received, start, values.read, end)
         saved = np.minimum(values.after(received, start, values.saved, end), end)
-        buffers = received_ahead(m, k) * values.num_bytes[received] + own * values.gradient[received]
-        crossing = _peaks_from(length, read - start, buffers)
         gradient = values.gradient[received]
-        leaf = _peaks_from(length, read - start, gradient) - _peaks_from(
-            length, np.maximum(read, saved) - start, gradient
-        )
+        num_bytes = _peaks_from(length, read - start, values.num_bytes[received])
+        gradients = _peaks_from(length, read - start, gradient)
+        leaf = gradients - _peaks_from(length, np.maximum(read, saved) - start, gradient)
         unsaved = gradient.sum() - _peaks_from(length, saved - start, gradient)
-        skipped = gradient.sum() - _peaks_from(length, read - start, gradient)
+        skipped = gradient.sum() - gradients
         back = min(m, RECEIVE_WINDOW + 1)
         made = np.flatnonzero((values.made >= start) & (values.made < stop) & (values.gradient > 0))
         sends = np.concatenate((made, received))
@@ -287,8 +313,30 @@ class PeakRows:
                 np.minimum(values.last[made], saver) - start,
                 values.gradient[made],
             )
-        returned = _peaks_from(length, read - start, values.num_bytes[received] + gradient)
-        return crossing, leaf, unsaved, skipped, sent, kept, returned
+        return num_bytes, gradients, leaf, unsaved, skipped, sent, kept, num_bytes + gradients
+
+
+class _FromStart(NamedTuple):
+    """Of intervals from one place, by their ends: what does not depend on the stage that runs them (see `StepTerms`)."""
+
+    static: IntArray
+    scratch: IntArray
+    total: IntArray
+    one_forward: IntArray
+    first_backward: IntArray
+    later_backward: IntArray
+    early_gradients: IntArray
+    gathering: IntArray
+    averaging: IntArray
+    received: IntArray
+    received_gradients: IntArray
+    sent: IntArray
+    kept: IntArray
+    returned: IntArray
+
+    def until(self, length: int) -> _FromStart:
+        """The first ends alone."""
+        return _FromStart(*(column[:length] for column in self))
 
 
 def _state_storages(graph: Graph) -> frozenset[int]:
