@@ -52,7 +52,7 @@ def fill(model, seed=SEED):
 
 
 def fill_otherwise(model, seed=SEED):
-    """By names that were imported earlier, and by tensors' own methods."""
+    """By names that were imported earlier, and through aliases of parameters."""
     fill(model, seed)
     return refill(model)
 
@@ -66,10 +66,8 @@ def refill(model, seed=None):
     EARLIER["sparse_"](model.embed.weight, 0.5)
     EARLIER["eye_"](model.head.weight)
     EARLIER["dirac_"](model.conv.weight)
-    model.up.bias.data.uniform_(-1, 1)
-    with torch.no_grad():
-        model.down.bias.exponential_(2.0)
-        model.norm.bias.detach().normal_(0.5)
+    nn.init.uniform_(model.up.bias.data, -1, 1)
+    nn.init.normal_(model.norm.bias.detach(), 0.5)
     nn.init.trunc_normal_(model.norm.weight.data)
     return torch.rand(3)
 
@@ -90,7 +88,7 @@ def sharded(rank, folder):
     name = next(name for name in found.layouts if name.endswith("weight"))
     before = found.whole_state_dict()
     with pytest.raises(UsageError, match=rf"{name}: expected random numbers for all of a parameter"):
-        model.get_parameter(name).data[:2].normal_()
+        nn.init.normal_(model.get_parameter(name).data[:2])
     torch.testing.assert_close(found.whole_state_dict(), before, rtol=0, atol=0)
     drawn = fill_otherwise(model, SEED + rank)
     same(found.whole_state_dict(), drawn, fill_otherwise)

@@ -1,7 +1,6 @@
 """torch.nn.init on parameters of which this rank has a part, or nothing: what one process would draw is drawn, and cut.
 
     model.head.reset_parameters()       between steps, on every rank; torch.nn.init.xavier_uniform_(model.head.weight), too
-    model.head.weight.data.normal_()    and what tensors draw by themselves
 
     this rank has                       then
     a slice of the parameter            the whole is filled, its sizes decide how widely, and the slice is taken of it
@@ -10,10 +9,11 @@
 
 By themselves, ranks would draw slices like whole parameters, as wide as the sizes of slices say, and in other orders than one process, and
 no rank would say so. The ranks of a group must call it alike; they draw as their first rank does. Numbers for rows of a slice
-(`weight.data[:3].normal_()`) are a UsageError.
+(`init.normal_(weight.data[:3])`) are a UsageError.
 
 torch is changed when the first finder is noted, and stays so: other tensors are left to it. Its functions themselves are changed, so that
-also names that were imported earlier come to this.
+also names that were imported earlier come to this. What tensors' own methods draw (`weight.data.normal_()`) is drawn for what this rank
+has: recordings and overrides know these methods by their identity.
 """
 
 from __future__ import annotations
@@ -31,9 +31,6 @@ from torch.nn import init
 _FILLS = (
     "uniform_", "normal_", "trunc_normal_", "xavier_uniform_", "xavier_normal_", "kaiming_uniform_", "kaiming_normal_",
     "orthogonal_", "sparse_", "eye_", "dirac_", "_no_grad_uniform_", "_no_grad_normal_", "_no_grad_trunc_normal_",
-)  # fmt: skip
-_DRAWS = (
-    "normal_", "uniform_", "random_", "bernoulli_", "exponential_", "log_normal_", "cauchy_", "geometric_",
 )  # fmt: skip
 
 
@@ -74,10 +71,7 @@ def _patch_init() -> None:
         _change(vars(init)[name], _filling)
     _change(init._calculate_fan_in_and_fan_out, _of_whole)
     _change(init._calculate_correct_fan, _of_whole)
-    methods: tuple[tuple[Any, str, Callable[[Any], Any]], ...]
-    methods = (nn.Embedding, "_fill_padding_idx_with_zero", _padding), *((Tensor, name, _filling) for name in _DRAWS)
-    for owner, name, make in methods:
-        setattr(owner, name, make(getattr(owner, name)))
+    _change(nn.Embedding._fill_padding_idx_with_zero, _padding)
 
 
 def _change(function: Any, make: Callable[[Any], Callable[..., Any]]) -> None:
