@@ -31,6 +31,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from smpc.executor.draws import seed_of
+from smpc.nn.init.whole_fills import filled_as_they_are
 from smpc.nn.parallel import ParameterSlice, fill_slice, own_part_of
 
 _ATEN = torch.ops.aten
@@ -74,6 +75,7 @@ class SlicedDrawing(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._stack = ExitStack()
 
     def __enter__(self) -> SlicedDrawing:
+        self._stack.enter_context(filled_as_they_are())
         truncated = vars(torch.nn.init).get(_TRUNCATED)
         if truncated is not None:
             self._stack.callback(setattr, torch.nn.init, _TRUNCATED, truncated)

@@ -19,7 +19,9 @@ has: recordings and overrides know these methods by their identity.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from types import FunctionType
 from typing import Any
@@ -46,6 +48,7 @@ class WholeTensor:
 
 Finder = Callable[[Tensor], WholeTensor | None]
 _finders: list[Finder] = []
+_is_off: ContextVar[bool] = ContextVar("smpc_fills_as_they_are", default=False)
 
 
 def fill_whole(find: Finder, *, comes_last: bool = False) -> Callable[[], None]:
@@ -59,8 +62,18 @@ def fill_whole(find: Finder, *, comes_last: bool = False) -> Callable[[], None]:
     return functools.partial(_finders.remove, find)
 
 
+@contextmanager
+def filled_as_they_are() -> Iterator[None]:
+    """In this context, torch.nn.init fills what it is given: somebody else cuts what is drawn."""
+    token = _is_off.set(True)
+    try:
+        yield
+    finally:
+        _is_off.reset(token)
+
+
 def _found(tensor: Any) -> WholeTensor | None:
-    if not isinstance(tensor, Tensor) or tensor.is_meta or torch.compiler.is_compiling():
+    if not isinstance(tensor, Tensor) or tensor.is_meta or torch.compiler.is_compiling() or _is_off.get():
         return None
     return next(filter(None, (find(tensor) for find in reversed(_finders))), None)
 

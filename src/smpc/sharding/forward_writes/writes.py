@@ -33,6 +33,8 @@ from smpc.errors import StepError
 from smpc.sharding.forward_writes.row_norms import LookedUpRows, Lookup
 from smpc.sharding.tensors import digest, local, own_part_of_sharded
 
+_NOTHING = torch.iinfo(torch.int64).min
+
 
 class KeptWrites:
     """See above. Has units take over what is written into their whole parameters. `group`: all ranks that have parts of them, whose
@@ -46,6 +48,9 @@ class KeptWrites:
         self._group, self._device = group, device
         self._versions: dict[int, int] = {}  # of whole parameters, by number
         self._digests: dict[int, Tensor] = {}  # of what was written since it was settled
+        self._hidden: dict[
+            int, Tensor
+        ] = {}  # of wholes of which this rank's part has changed, though nothing counted it
         self._rows = None if group is None else LookedUpRows(self._number_of, group)
         self._parameters = [each for group in self._groups for each in group.fsdp_params]
         self._numbers = {id(each): number for number, each in enumerate(self._parameters)}
@@ -56,7 +61,7 @@ class KeptWrites:
         """Whether this rank has written into a whole parameter."""
         wholes = (each for group in self._groups if not group.is_sharded for each in group.fsdp_params)
         is_written = any(self._is_written(each) for each in wholes)
-        return is_written or bool(self._digests) or (self._rows is not None and self._rows.are_there)
+        return is_written or bool(self._digests or self._hidden) or (self._rows is not None and self._rows.are_there)
 
     def _is_written(self, parameter: Any) -> bool:
         whole = getattr(parameter, "_unsharded_param", None)
@@ -72,15 +77,18 @@ class KeptWrites:
         for lookup, codes in self._rows.exchanged(device).items():
             _scale_rows(self._rows, parameters[lookup.table], lookup, codes)
         tables = self._rows.tables
-        own = torch.zeros(len(parameters), dtype=torch.int64, device=device)
-        for number, found in self._digests.items():
-            if number not in tables:
-                own[number] = found
+        counted = torch.zeros(len(parameters), dtype=torch.int64, device=device)
+        hidden = torch.full((2, len(parameters)), _NOTHING, dtype=torch.int64, device=device)
+        for number in {*self._digests, *self._hidden} - tables:
+            if number in self._digests:
+                counted[number] = self._digests[number]
+            else:
+                hidden[:, number] = torch.stack([self._hidden[number], -self._hidden[number]])
         self._digests.clear()
-        both = torch.stack([own, -own])
-        dist.all_reduce(both, dist.ReduceOp.MAX, group=self._group)
-        largest, smallest = both.tolist()
-        wrong = [n for n, (a, b) in enumerate(zip(largest, smallest, strict=True)) if a != -b]
+        self._hidden.clear()
+        told = torch.stack([counted, -counted, *hidden])
+        dist.all_reduce(told, dist.ReduceOp.MAX, group=self._group)
+        wrong = [n for n, (a, b, c, d) in enumerate(told.T.tolist()) if a != -b or (c != _NOTHING and c != -d)]
         if wrong:
             raise _differing([_name(parameters[number]) for number in wrong])
 
@@ -119,8 +127,10 @@ class KeptWrites:
             counts = is_written or own.is_cpu
             with contextlib.nullcontext() if counts else _unsafe_preserve_version_counter(part):
                 part.copy_(own)
-        if is_written or (own.is_cpu and not is_same):
+        if is_written:
             self._digests[number] = 31 * self._digests.get(number, 0) + digest(whole) + 1
+        elif own.is_cpu and (not is_same or number in self._hidden):  # another rank's part may be as it was
+            self._hidden[number] = digest(whole)
         room = parameter.all_gather_outputs[0]
         if whole.untyped_storage().data_ptr() != room.untyped_storage().data_ptr():  # `weight.data = ...`
             whole.data = torch.as_strided(room, whole.shape, parameter._contiguous_orig_stride, storage_offset=0)
