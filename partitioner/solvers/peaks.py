@@ -19,7 +19,7 @@ was made or received in the interval.
 from __future__ import annotations
 
 import copy
-import functools
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
@@ -162,8 +162,7 @@ class PeakRows:
         self.lower_units = _at_least(units, gradients)
         self.activation_bytes = units.totals()[2]
         self._check_sums()
-        room = _CACHED // (len(_FromStart._fields) * 8 * _USUAL)
-        self._from = functools.lru_cache(room)(self._of_start)
+        self._known: OrderedDict[tuple[int, int], _FromStart] = OrderedDict()  # the last used come last
 
     def _check_sums(self) -> None:
         """PartitionError if what `row` adds up could overflow: no sum of its terms is larger than this."""
@@ -183,7 +182,7 @@ class PeakRows:
         other.num_microbatches = max(self.num_microbatches, *in_flight)
         other.copies = _copies_in_peaks(self.copied, self.num_units, len(in_flight))
         other._check_sums()
-        other._from = functools.lru_cache(self._from.cache_info().maxsize)(other._of_start)
+        other._known = OrderedDict()
         return other
 
     @property
@@ -247,6 +246,15 @@ class PeakRows:
     def _behind(self, stage: int) -> int:
         """Microbatches whose values sent are not known to have arrived, from the first gradient on, at most."""
         return max(0, self.in_flight[stage] - min(self.in_flight[stage:]))
+
+    def _from(self, start: int, stop: int) -> _FromStart:
+        key = start, stop
+        if key not in self._known:
+            self._known[key] = self._of_start(start, stop)
+            if len(self._known) > _CACHED // (len(_FromStart._fields) * 8 * _USUAL):
+                self._known.popitem(last=False)
+        self._known.move_to_end(key)
+        return self._known[key]
 
     def _of_start(self, start: int, stop: int) -> _FromStart:
         received, gradients, leaf, unsaved, skipped, sent, kept, returned = self._boundary(start, stop)

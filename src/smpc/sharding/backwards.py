@@ -54,9 +54,8 @@ class Backwards:
         ends: Sequence[int] | None = None,
     ) -> None:
         self._tell, self._is_alone, self._names, self._uses = tell, is_alone, list(units), uses
-        self._finals: dict[
-            int, tuple[Any, Callable[[], None]]
-        ] = {}  # of the outermost ones: torch's state, and what it does last
+        # Of the outermost ones: torch's state, and what it does last.
+        self._finals: dict[int, tuple[Any, Callable[[], None]]] = {}
         self._groups: list[Any] = []
         self._take_part: dict[int, Callable[[], None]] = {}  # in what others have come to
         self._counted: Sequence[bool] = ()
@@ -309,9 +308,8 @@ class Backwards:
         """A backward is over."""
         try:
             for number, (state, final) in self._finals.items():
-                if (
-                    number not in self._finished and state._is_root is not None
-                ):  # a model may have been called on no rank yet
+                was_called = state._is_root is not None  # a model may have been called on no rank yet
+                if number not in self._finished and was_called:
                     final()
         finally:
             self._finished.clear()

@@ -40,9 +40,8 @@ class Uses:
         self._is_open = False
         self._used: set[int] = set()  # of this step on this rank, by identity
         self._had: set[int] = set()  # a gradient before this step, alike on all ranks
-        self.tells: Callable[[], bool] = lambda: (
-            False
-        )  # what this rank has to tell at the end of a step beside its uses
+        # Whether this rank has something to tell at the end of a step beside its uses.
+        self.tells: Callable[[], bool] = lambda: False
         self._is_told = False
         for each in self._groups:
             each.post_backward = functools.partial(self._reduce, each, each.post_backward)
