@@ -31,6 +31,7 @@ makespan 12 = (m + p - 1)(forward + backward), bubble 1/4 = (p - 1) / (m + p - 1
 
 from __future__ import annotations
 
+import heapq
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -292,6 +293,7 @@ class _Simulation:
             self.on_rank[rank].append(index)
         self.incoming: dict[int, list[int]] = {stage: [] for stage in self.rank_of}
         self.outgoing: dict[int, list[int]] = {stage: [] for stage in self.rank_of}
+        self.returning: dict[int, list[int]] = {stage: [] for stage in self.rank_of}  # of these, those with gradients
         for index, link in enumerate(links):
             missing = [s for s in (link.source, link.destination) if s != INPUTS and s not in self.rank_of]
             if missing:
@@ -299,19 +301,30 @@ class _Simulation:
             if link.source != INPUTS:
                 self.outgoing[link.source].append(index)
                 self.incoming[link.destination].append(index)
+                if link.has_gradient:
+                    self.returning[link.source].append(index)
 
     def run(self) -> None:
         """Commit, again and again, the action that can start first: nothing uncommitted can end before it starts."""
-        proposals = {rank: self.propose(rank) for rank in range(len(self.free))}
-        while True:
-            started = [(found[0], rank) for rank, found in proposals.items() if found is not None]
-            if not started:
-                break
-            rank = min(started)[1]
-            found = proposals[rank]
-            assert found is not None
-            for touched in self.commit(rank, *found):
-                proposals[touched] = self.propose(touched)
+        latest: dict[int, tuple[float, int] | None] = {}
+        queue: list[
+            tuple[float, int, int]
+        ] = []  # (start, rank, sequence): the latest of a rank, and others that no longer hold
+
+        def look(rank: int) -> None:
+            found = latest[rank] = self.propose(rank)
+            if found is not None:
+                heapq.heappush(queue, (found[0], rank, found[1]))
+
+        for rank in range(len(self.free)):
+            look(rank)
+        while queue:
+            start, rank, index = heapq.heappop(queue)
+            if latest[rank] != (start, index):  # that was before something else became ready
+                continue
+            latest[rank] = None
+            for touched in self.commit(rank, start, index):
+                look(touched)
         if any(index < len(actions) for index, (_, actions) in zip(self.position, self.sequences, strict=True)):
             raise ScheduleError(self.stuck())
 
@@ -335,10 +348,7 @@ class _Simulation:
         """The messages without which the action cannot start."""
         if action.op is Op.WEIGHT:
             return []
-        if action.op is Op.FORWARD:
-            indices = self.incoming[action.stage]
-        else:
-            indices = [index for index in self.outgoing[action.stage] if self.links[index].has_gradient]
+        indices = self.incoming[action.stage] if action.op is Op.FORWARD else self.returning[action.stage]
         return [(index, action.op, action.microbatch) for index in indices]
 
     def num_taken(self, action: Action) -> int:
@@ -361,12 +371,20 @@ class _Simulation:
 
     def ready(self, action: Action) -> float | None:
         """When everything that the action needs is there; None as long as something has no time yet."""
-        times = [self.arrived.get(message) for message in self.needs(action)]
-        times += [self.finished.get(before) for before in self.own_needs(action)]
+        latest = 0.0
+        for message in self.needs(action):
+            arrived = self.arrived.get(message)
+            if arrived is None:
+                return None
+            latest = max(latest, arrived)
+        for before in self.own_needs(action):
+            finished = self.finished.get(before)
+            if finished is None:
+                return None
+            latest = max(latest, finished)
         if self.copies is not None and action.op is Op.BACKWARD:
-            times.append(self.copies.loaded.get((action.stage, action.microbatch), 0.0))
-        known = [time for time in times if time is not None]
-        return max(known, default=0.0) if len(known) == len(times) else None
+            latest = max(latest, self.copies.loaded.get((action.stage, action.microbatch), 0.0))
+        return latest
 
     def commit(self, rank: int, start: float, index: int) -> list[int]:
         """Run the next action of a sequence; return the ranks that it may have made ready."""

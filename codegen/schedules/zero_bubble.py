@@ -28,6 +28,8 @@ Example: p = 2, m = 3, F = I = W (`table`):
 
 from __future__ import annotations
 
+import itertools
+
 from smpc.codegen.program import Action, Schedule, backward, forward, weight
 from smpc.codegen.schedules.search import with_late_weights
 from smpc.codegen.simulate import Costs, chain
@@ -107,24 +109,13 @@ def zb_v(num_ranks: int, num_microbatches: int) -> Schedule:
 
 def _zb_v_actions(rank: int, num_ranks: int, num_microbatches: int) -> tuple[Action, ...]:
     """The actions of a rank in the schedule zb-v."""
-    pieces = (rank, 2 * num_ranks - 1 - rank)
-    total = max(num_microbatches, 2 * num_ranks - 1)
-    done = {"F0": 0, "B0": 0, "W0": 0, "F1": 0, "B1": 0, "W1": 0}
-    makers = {"F": forward, "B": backward, "W": weight}
-    actions: list[Action] = []
-
-    def run(*names: str) -> None:
-        for name in names:
-            if name != "F0" or done[name] < total:
-                actions.append(makers[name[0]](pieces[int(name[1])], done[name]))
-                done[name] += 1
-
-    run(*["F0"] * (2 * (num_ranks - rank) - 1))
-    run(*["F1", "F0"] * rank)
-    run(*["F1", "B1", "W1"] * (num_ranks - rank))
-    while done["F1"] < total:
-        run("F0", "B0", "W0", "F1", "B1", "W1")
-    run(*["B0", "B1"] * rank)
-    run(*["B0", "W0"] * (num_ranks - rank))
-    run(*["W1"] * (total - done["W1"]), *["W0"] * (total - done["W0"]))
-    return tuple(action for action in actions if action.microbatch < num_microbatches)
+    total, left = max(num_microbatches, 2 * num_ranks - 1), num_ranks - rank
+    (f0, f1), (b0, b1), (w0, w1) = (
+        [(make, piece) for piece in (rank, 2 * num_ranks - 1 - rank)] for make in (forward, backward, weight)
+    )
+    order = [f0] * (2 * left - 1) + [f1, f0] * rank + [f1, b1, w1] * left
+    order += [f0, b0, w0, f1, b1, w1] * (total - num_ranks)
+    order += [b0, b1] * rank + [b0, w0] * left + [w1] * rank + [w0] * rank
+    numbers = {action: itertools.count() for action in (f0, b0, w0, f1, b1, w1)}
+    numbered = ((make, stage, next(numbers[make, stage])) for make, stage in order)
+    return tuple(make(stage, number) for make, stage, number in numbered if number < num_microbatches)

@@ -602,10 +602,20 @@ def deferred_of(trace: Trace) -> Iterator[Node]:
 def put_off(trace: Trace, cost_model: CostModel) -> list[Node]:
     """The nodes whose backward is in two parts where they are in no checkpoint: calls that are not small, and modules with FLOPs."""
     return [
-        node
-        for node in _divisible(trace)
-        if (node.flops if node.kind is NodeKind.CALL_MODULE else multiplications(trace, node) >= cost_model.worthwhile)
+        node for node, number in _sized(trace) if node.kind is NodeKind.CALL_MODULE or number >= cost_model.worthwhile
     ]
+
+
+def _sized(trace: Trace) -> list[tuple[Node, float]]:
+    """The calls whose backward can be in two parts, with their multiplications, and such modules with FLOPs."""
+    return trace.remembered(
+        _sized,
+        lambda: [
+            (node, 0.0 if node.kind is NodeKind.CALL_MODULE else multiplications(trace, node))
+            for node in _divisible(trace)
+            if node.kind is not NodeKind.CALL_MODULE or node.flops
+        ],
+    )
 
 
 def multiplications(trace: Trace, node: Node) -> float:

@@ -14,7 +14,6 @@ do, and the finding says how far. A plan that needs far more memory than there i
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 from smpc.compile.exchange import StepSurroundings
@@ -38,11 +37,12 @@ _OTHERS = (("zb-h1", 1), ("interleaved-1f1b", 2), ("zb-v", 2), ("interleaved-1f1
 
 @dataclass(frozen=True, slots=True)
 class _Way:
-    """A way to train, as planned: seconds of its step, its bubble, the most bytes of a rank."""
+    """A way to train, as planned: seconds of its step, its bubble, bytes of the fullest rank and of all ranks on average."""
 
     seconds: float
     bubble: float
     peak: int
+    mean_peak: float
 
 
 def advice(options: PipelineOptions, planned: Planned) -> tuple[str, ...]:
@@ -53,8 +53,10 @@ def advice(options: PipelineOptions, planned: Planned) -> tuple[str, ...]:
     now, limit = _way(options, planned), options.limit_bytes or options.devices[0].memory_bytes
     found: list[tuple[float, str]] = []
     if options.memory_weight:  # None: the fastest plan that fits is what there is
-        other = _planned(dataclasses.replace(options, memory_weight=0.0), planned)
-        if other is not None and other.peak <= limit and _gain(now, other) > _WORTH:
+        changed = dataclasses.replace(options, memory_weight=0.0)
+        free = _planned(_without_limit(changed), planned)
+        other = _fitting(changed, planned, free, limit) if free is not None and _gain(now, free) > _WORTH else None
+        if other is not None and _gain(now, other) > _WORTH:
             found.append((_gain(now, other), f"--memory-weight 0: {_gain_as_text(now, other, limit)}"))
     if now.bubble >= _BUBBLE and options.pipeline_parallel_degree > 1 and now.peak <= _NEAR * limit:
         found += _schedules(options, planned, now, limit)
@@ -96,23 +98,29 @@ def outlook(options: PipelineOptions, planned: Planned) -> Outlook:
     )
 
 
-def _schedules(options: PipelineOptions, planned: Planned, now: _Way, limit: int) -> Iterator[tuple[float, str]]:
-    """The schedule that gains the most, if one does."""
-    ways: list[tuple[float, str]] = []
+def _schedules(options: PipelineOptions, planned: Planned, now: _Way, limit: int) -> list[tuple[float, str]]:
+    """The schedule that gains the most, if one does. A limit makes none faster: what gains most without one comes first."""
+    ways: list[tuple[float, str, PipelineOptions, _Way]] = []
     for schedule, pieces in _OTHERS:
         if (options.schedule, options.virtual_pipeline_degree) == (schedule, pieces):
             continue
+        flags = f"--schedule {schedule}" + (f" --virtual-pipeline-degree {pieces}" if pieces > 1 else "")
         try:
             changed = dataclasses.replace(options, schedule=schedule, virtual_pipeline_degree=pieces)
-            other = _planned(changed, planned)
         except SmpcError:
             continue
-        if other is None or other.peak > limit or _gain(now, other) <= _WORTH:
-            continue
-        flags = f"--schedule {schedule}" + (f" --virtual-pipeline-degree {pieces}" if pieces > 1 else "")
-        text = f"{flags}: bubble {now.bubble:.0%} to {other.bubble:.0%}, {_gain_as_text(now, other, limit)}"
-        ways.append((_gain(now, other), text))
-    yield from sorted(ways, reverse=True)[:1]
+        free = _planned(_without_limit(changed), planned)
+        if free is not None:
+            ways.append((_gain(now, free), flags, changed, free))
+    best = _WORTH, ""
+    for most, flags, changed, free in sorted(ways, key=lambda way: way[:2], reverse=True):
+        if most <= best[0]:
+            break
+        other = _fitting(changed, planned, free, limit)
+        if other is not None and _gain(now, other) > best[0]:
+            bubble = f"bubble {now.bubble:.0%} to {other.bubble:.0%}"
+            best = _gain(now, other), f"{flags}: {bubble}, {_gain_as_text(now, other, limit)}"
+    return [best] if best[1] else []
 
 
 def _more_microbatches(planned: Planned, now: _Way) -> str:
@@ -125,15 +133,27 @@ def _more_microbatches(planned: Planned, now: _Way) -> str:
     )
 
 
+def _fitting(options: PipelineOptions, planned: Planned, free: _Way, limit: int) -> _Way | None:
+    """Another way within the limit: as it is without one, or cut for it, if that is how it would be planned; None if it does not fit."""
+    if free.peak <= limit:
+        return free
+    fits_device = options.memory_weight is None and not options.rank_cost_models
+    if free.mean_peak > limit or (options.limit_bytes is None and not fits_device):
+        return None
+    way = _planned(dataclasses.replace(options, memory_limit=limit), planned)
+    return way if way is not None and way.peak <= limit else None
+
+
+def _without_limit(options: PipelineOptions) -> PipelineOptions:
+    return dataclasses.replace(options, memory_limit=None, memory_weight=options.memory_weight or 0.0)
+
+
 def _planned(options: PipelineOptions, planned: Planned) -> _Way | None:
-    """Another way; None if there is none, or none that fits."""
+    """Another way; None if there is none."""
     traced = planned.traced
     assert traced is not None
-    limited = options
-    if options.memory_weight is None and options.limit_bytes is None and not options.rank_cost_models:
-        limited = dataclasses.replace(options, memory_limit=options.devices[0].memory_bytes)
     try:
-        return _way(options, plan_trace(dataclasses.replace(traced, times=None), limited, prove=False))
+        return _way(options, plan_trace(dataclasses.replace(traced, times=None), options, prove=False))
     except SmpcError:
         return None
 
@@ -141,7 +161,8 @@ def _planned(options: PipelineOptions, planned: Planned) -> _Way | None:
 def _way(options: PipelineOptions, planned: Planned) -> _Way:
     assert planned.traced is not None
     parts = step_parts(planned.traced, planned.plan, planned.timeline, StepSurroundings.of(options), options.recompute)
-    return _Way(parts.total, planned.timeline.bubble_fraction, max(rank_peaks(planned.plan).values()))
+    peaks = rank_peaks(planned.plan).values()
+    return _Way(parts.total, planned.timeline.bubble_fraction, max(peaks), sum(peaks) / len(peaks))
 
 
 def _gain(now: _Way, other: _Way) -> float:

@@ -18,10 +18,11 @@ A peak before all gradients exist has less than all of them: `gradients_at_peak`
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from smpc.codegen.program import Op, split_backwards
-from smpc.codegen.simulate import Timeline
+from smpc.codegen.simulate import Event, Timeline
 from smpc.partitioner.graph.plan import Plan, Stage
 
 _INSTANT = 1e-9  # share of a step that counts as no time
@@ -84,18 +85,21 @@ def rank_bound(plan: Plan) -> int:
 
 def memory_curves(plan: Plan, timeline: Timeline) -> tuple[MemoryCurve, ...]:
     """The curve of every rank, for the step that the timeline predicts."""
-    return tuple(_memory_curve(plan, timeline, rank) for rank in range(timeline.num_ranks))
+    split, instant = split_backwards(event.action for event in timeline.events), _INSTANT * timeline.makespan
+    events: list[list[Event]] = [[] for _ in range(timeline.num_ranks)]
+    for event in timeline.events:
+        events[event.rank].append(event)
+    return tuple(_memory_curve(plan, rank, own, split, instant) for rank, own in enumerate(events))
 
 
-def _memory_curve(plan: Plan, timeline: Timeline, rank: int) -> MemoryCurve:
-    """A rank's memory over the step."""
+def _memory_curve(
+    plan: Plan, rank: int, events: Sequence[Event], split: frozenset[tuple[int, int]], instant: float
+) -> MemoryCurve:
+    """A rank's memory over the step. `split`: whose backwards have two parts; `instant`: seconds that count as none."""
     stages = [stage for stage in plan.stages if stage.rank == rank]
-    split = split_backwards(event.action for event in timeline.events)
     points = [(0.0, 0)]
     held = 0
-    for event in timeline.events:  # windows of one rank are consecutive
-        if event.rank != rank:
-            continue
+    for event in events:
         action = event.action
         activations = microbatch_bytes(plan.stages[action.stage])
         if action.op is Op.FORWARD:
@@ -106,7 +110,7 @@ def _memory_curve(plan: Plan, timeline: Timeline, rank: int) -> MemoryCurve:
             if action.op is Op.BACKWARD and kept == activations:
                 continue  # its W lets go of them
             time, held = event.end, held - (kept if action.op is Op.WEIGHT else activations - kept)
-        if held > points[-1][1] and time - points[-1][0] <= _INSTANT * timeline.makespan:
+        if held > points[-1][1] and time - points[-1][0] <= instant:
             points.pop()  # a dip of no length: freed as more was allocated
         points.append((time, held))
     static = sum(stage.peak_memory_bytes for stage in stages) - max(held for _, held in points)

@@ -114,9 +114,8 @@ def test_a_microbatch_that_was_not_recorded_is_guessed_from_another_size(known):
         )
         candidate = next(way for way in ways(shape, forecast.tried) if way.schedule == "1f1b")
         assert Load.of(shape) not in forecast.loads.known
-        guess = forecast.guessed(candidate, forecast.place(shape), None)
         plan = plans.planned(candidate, NO_LIMIT, prove=False).plan
-        assert guess.peak == pytest.approx(max(rank_peaks(plan).values()), rel=0.1)
+        assert forecast.guessed_peak(candidate) == pytest.approx(max(rank_peaks(plan).values()), rel=0.1)
 
 
 def test_more_stages_than_pieces_never_fit(known):
@@ -201,7 +200,7 @@ def test_what_is_not_in_experts_stays_whole_in_guesses():
         shape for shape in shapes(4, 4, forecast.setting.device, forecast.tried) if shape.expert_parallel_degree == 4
     )
     candidate, place = next(ways(shape, forecast.tried)), forecast.place(shape)
-    before, bound = forecast.guessed(candidate, place, None).peak, forecast.least(shape)[1]
+    before, bound = forecast.guessed_peak(candidate), forecast.least(shape)[1]
     found = forecast.guessed(candidate, place, forecast.sample(shape)).peak
     assert before == pytest.approx(found, rel=0.05)
     assert found / 2 < bound <= found

@@ -1,8 +1,8 @@
 """What a step of a candidate, and its memory, are before there is a plan: at least, which prunes, and about, which says what to try first.
 
-`least_step` and `least_peak` are bounds: no plan is below them. `guess` is no bound. It takes a step to be that of p balanced ranks
-(`balanced`), and adds what the busiest one has more. With F, I and W, a rank's forward and the two parts of its backward B for one of m
-microbatches, they compute m (F + B), and wait for
+`least_step` and `least_peak` are bounds: no plan is below them. `guess_step` and `guess_peak` are no bounds. A step is taken to be that of
+p balanced ranks (`balanced`), with what the busiest one has more. With F, I and W, a rank's forward and the two parts of its backward B
+for one of m microbatches, they compute m (F + B), and wait for
 
     1f1b, gpipe         (p - 1) (F + B)
     interleaved-1f1b    (p - 1) (F + B) / v
@@ -24,7 +24,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from smpc.compile.exchange import ExchangedUnit, Sharding, StepSurroundings, exchange_of_units, units_in_time
-from smpc.compile.search.profile import Held, Profile, in_flight, placement
+from smpc.compile.search.profile import Held, Profile, Stages, in_flight, placement
 from smpc.compile.search.space import Candidate, Shape
 from smpc.compile.search.split_uses import splits
 from smpc.compile.step import BUCKET_BYTES
@@ -226,6 +226,11 @@ class EstimatedSample:
         shares = (self.state.without(self.experts), False), (self.experts, True)
         return sum(own.traffic(sharding, place.around.holders(of_experts=kind).every.size) for own, kind in shares)
 
+    def stages(self, candidate: Candidate) -> Stages | None:
+        """What those of a candidate are, one microbatch of the profile's size; None: there are not as many pieces."""
+        assert self.profile is not None, "a sample of a trace has a profile"
+        return self.profile.stages(candidate.recompute, candidate.num_stages)
+
     def longer(self, seconds: float) -> EstimatedSample:
         """With so much more to do in the backward."""
         paths = self.path + seconds, self.split_path + seconds
@@ -347,30 +352,32 @@ class Guess:
     peak: float
 
 
-def guess(sample: EstimatedSample, candidate: Candidate, place: EstimatedPlace) -> Guess:
-    """What a candidate may take: see the module docstring. One with more stages than pieces has no plan, and no memory is enough."""
+def guess_step(sample: EstimatedSample, candidate: Candidate, place: EstimatedPlace) -> float:
+    """About how many seconds a step of a candidate takes: see the module docstring."""
     p, m, v = candidate.pipeline_parallel_degree, candidate.microbatches, candidate.virtual_pipeline_degree
-    shape, profile = candidate.shape, sample.profile
-    assert profile is not None, "a sample of a trace has a profile"
-    stages = profile.stages(candidate.recompute, candidate.num_stages)
-    busiest, peak = 1.0 / p, math.inf
-    if stages is not None:
-        ranks = placement(candidate.schedule, p, v)
-        same = shape.num_holders, shape.num_expert_holders
-        held = Held(
-            m, candidate.sharding, *same, profile.scratch, profile.buckets, profile.early, sample.memory, sample.size
-        )
-        busiest = stages.share(p, ranks)
-        numbers = candidate.schedule, p, v, m
-        peak = stages.peak(in_flight(*numbers), ranks, held, splits(*numbers))
-    whole = sample.whole
+    stages = sample.stages(candidate)
+    busiest = 1.0 / p if stages is None else stages.share(p, placement(candidate.schedule, p, v))
     message = place.link.latency + sample.cut_bytes / place.link.rate
     rank = sample.forward / p, (sample.backward - sample.weight) / p, sample.weight / p
-    pipeline = balanced(candidate.schedule, (p, v, m), *rank) + m * whole * (busiest - 1.0 / p)
+    pipeline = balanced(candidate.schedule, (p, v, m), *rank) + m * sample.whole * (busiest - 1.0 / p)
     pipeline += 2 * (p * v - 1) * message if p > 1 else 0.0
     step = pipeline * (1.0 + place.slowdown) + _estimated_exchange(sample, candidate, place)
     traffic = sample.traffic(candidate.sharding, place) / p
-    return Guess(step + traffic / place.device.memory_bandwidth, peak)
+    return step + traffic / place.device.memory_bandwidth
+
+
+def guess_peak(sample: EstimatedSample, candidate: Candidate) -> float:
+    """About how many bytes the fullest rank holds. One with more stages than pieces has no plan, and no memory is enough."""
+    p, m, v = candidate.pipeline_parallel_degree, candidate.microbatches, candidate.virtual_pipeline_degree
+    shape, profile, stages = candidate.shape, sample.profile, sample.stages(candidate)
+    if profile is None or stages is None:
+        return math.inf
+    same = shape.num_holders, shape.num_expert_holders
+    held = Held(
+        m, candidate.sharding, *same, profile.scratch, profile.buckets, profile.early, sample.memory, sample.size
+    )
+    numbers = candidate.schedule, p, v, m
+    return stages.peak(in_flight(*numbers), placement(candidate.schedule, p, v), held, splits(*numbers))
 
 
 def balanced(schedule: str, numbers: tuple[int, int, int], forward: float, inputs: float, weight: float) -> float:

@@ -34,7 +34,8 @@ from smpc.compile.search.estimate import (
     EstimatedSample,
     EstimatedState,
     Guess,
-    guess,
+    guess_peak,
+    guess_step,
     least_seconds,
 )
 from smpc.compile.search.profile import Profile
@@ -186,17 +187,27 @@ class Forecast:
         pairs = dict.fromkeys([(self.tried.again[0], kinds[0]), *((again, kinds[-1]) for again in agains)])
         return [candidate_of(shape, *way, *pair) for way in shown for pair in pairs]
 
-    def guessed(
-        self, candidate: Candidate, place: EstimatedPlace, plain: EstimatedSample | None, *, hopeful: bool = False
-    ) -> Guess:
-        """By the sample of the candidate's load, or by that of the smallest microbatch.
+    def guessed(self, candidate: Candidate, place: EstimatedPlace, plain: EstimatedSample) -> Guess:
+        """By the sample of the candidate's load."""
+        sample = self._with_reruns(plain, candidate)
+        return Guess(guess_step(sample, candidate, place), guess_peak(sample, candidate))
 
-        Of a load that is not known, times are taken to grow with the microbatch; with `hopeful` only as far as its bound does: small
-        products take as long as larger ones.
+    def guessed_step(self, candidate: Candidate, place: EstimatedPlace, *, hopeful: bool = False) -> float:
+        """Seconds by what is known of the smallest microbatch of such ranks, which grow with the microbatch.
+
+        `hopeful`: they grow only as far as their bound does: small products take as long as larger ones.
         """
-        base, again = self.base["model"], self.base[candidate.recompute]
-        found = self._expected(candidate.shape, hopeful=hopeful) if plain is None else plain
-        return guess(found if candidate.recompute == "model" else found.like(base, again), candidate, place)
+        sample = self._with_reruns(self._expected(candidate.shape, hopeful=hopeful), candidate)
+        return guess_step(sample, candidate, place)
+
+    def guessed_peak(self, candidate: Candidate) -> float:
+        """Bytes, by the same."""
+        return guess_peak(self._with_reruns(self._expected(candidate.shape, hopeful=False), candidate), candidate)
+
+    def _with_reruns(self, sample: EstimatedSample, candidate: Candidate) -> EstimatedSample:
+        """With what the candidate computes again."""
+        again = self.base[candidate.recompute]
+        return sample if candidate.recompute == "model" else sample.like(self.base["model"], again)
 
     def _expected(self, shape: Shape, *, hopeful: bool) -> EstimatedSample:
         """What a microbatch of a shape may take whose load is not known, made once for all its candidates."""

@@ -65,7 +65,7 @@ from smpc.partitioner.costs.device import Device
 from smpc.partitioner.costs.device_file import find_device
 from smpc.partitioner.costs.optimizers import find_optimizer
 from smpc.partitioner.graph.plan import Plan
-from smpc.partitioner.solve import rank_peaks, with_bound
+from smpc.partitioner.solve import MAX_COARSE_UNITS, rank_peaks, with_bound
 from smpc.sample_inputs import as_inputs
 
 
@@ -244,11 +244,16 @@ class _Searcher:
     def _push_shape(self, shape: Shape, bound: float, peak: int) -> None:
         """Into the queue, by what its best candidate may take."""
         place = self.forecast.place(shape)
-        looks = [self.forecast.guessed(candidate, place, None) for candidate in self.forecast.typical(shape)]
-        fitting = [look for look in looks if look.peak <= self.setting.limit]
-        look = min(fitting or looks, key=lambda look: look.step)
+        steps = [(self.forecast.guessed_step(way, place), way) for way in self.forecast.typical(shape)]
+        looks: list[Guess] = []
+        for step, way in sorted(steps, key=lambda pair: pair[0]):
+            looks.append(Guess(step, self.forecast.guessed_peak(way)))
+            if looks[-1].peak <= self.setting.limit:
+                break
+        fits = looks[-1].peak <= self.setting.limit
+        look = looks[-1] if fits else looks[0]
         waiting = Waiting(shape, bound, peak, look, basis=self.loads.nearest(Load.of(shape)))
-        self._push(waiting, deferred=not fitting)
+        self._push(waiting, deferred=not fits)
 
     def _expand(self, waiting: Waiting) -> None:
         """A shape's candidates into the queue."""
@@ -371,7 +376,7 @@ class _Searcher:
         if waiting.candidate is not None or waiting.guess.step <= most:
             return waiting.guess.step > most
         place, typical = self.forecast.place(waiting.shape), self.forecast.typical(waiting.shape)
-        return min(self.forecast.guessed(way, place, None, hopeful=True).step for way in typical) > most
+        return min(self.forecast.guessed_step(way, place, hopeful=True) for way in typical) > most
 
     @property
     def _budget(self) -> float:
@@ -523,11 +528,16 @@ class _Searcher:
         return self.plans.result(candidate, planned), planned.plan
 
     def _proven(self, quick: Result, quick_plan: Plan) -> tuple[Result, Plan]:
-        """The best candidate planned with proof; its quick plan where that is faster, or as good as whatever ignores the limit."""
+        """The best candidate planned with proof; its quick plan where that is faster, or as good as whatever ignores the limit.
+
+        The quick plan is the best contiguous cut. Within the limit the integer program alone may have a better one, if it has more units
+        than there are stages.
+        """
         planned = self.plans.planned(quick.candidate, _NO_LIMIT, prove=True)
         objective = planned.plan.objective
         result, plan = quick, with_bound(quick_plan, objective.lower_bound)
-        if max(rank_peaks(planned.plan).values()) > self.setting.limit and plan.objective.gap > TOLERANCE:
+        breaks_limit = max(rank_peaks(planned.plan).values()) > self.setting.limit
+        if breaks_limit and plan.objective.gap > TOLERANCE and quick.candidate.num_stages < MAX_COARSE_UNITS:
             planned = self.plans.planned(quick.candidate, prove=True)
         found = replace(self.plans.result(quick.candidate, planned), without=quick.without)
         if found.peak_bytes <= self.setting.limit and found.step_time <= quick.step_time:
