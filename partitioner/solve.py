@@ -543,7 +543,7 @@ def plan_within(problem: Limited) -> Plan:
             best = placed
     if best is not None:
         return best
-    solution, _ = least_peak(chain)
+    solution, _, is_least = least_peak(chain)
     plan = problem.make(
         solution.assignment(analysis.graph.num_compute), "chain", "the least memory that a contiguous cut takes"
     )
@@ -551,7 +551,7 @@ def plan_within(problem: Limited) -> Plan:
     if least <= problem.limit:
         return plan
     least = min(least, problem.unlimited_peak)
-    raise MemoryLimitError(_no_plan_fits(problem, peaks, least), least)
+    raise MemoryLimitError(_no_plan_fits(problem, peaks, least, is_least), least, is_least=is_least)
 
 
 def _limited_chain(problem: Limited, peaks: PeakRows, in_flight: Sequence[int]) -> LimitedChain:
@@ -593,8 +593,8 @@ def _plan_of_ilp(problem: Limited, peaks: PeakRows) -> Plan | None:
     return plan if max(rank_peaks(plan, problem.limits).values()) <= problem.limit else None
 
 
-def _no_plan_fits(problem: Limited, peaks: PeakRows, least: int) -> str:
-    """The text of the error if no plan is within the memory limit."""
+def _no_plan_fits(problem: Limited, peaks: PeakRows, least: int, is_least: bool) -> str:
+    """The text of the error if no plan is within the memory limit. `is_least`: it is proven that no contiguous cut needs less."""
     num_stages = len(problem.in_flight)
     if problem.limits:
         return (
@@ -604,21 +604,25 @@ def _no_plan_fits(problem: Limited, peaks: PeakRows, least: int) -> str:
         )
     text = (
         f"expected a plan within {at_least(problem.limit)} for each rank, found none with {num_stages} stages: the least "
-        f"that would do is {at_least(least)}"
+        f"that {'would' if is_least else 'is known to'} do is {at_least(least)}"
     )
     if problem.in_flight_of is None:
         return f"{text}; raise memory_limit, use more stages, or fewer microbatches in flight"
-    fewest = _fewest_stages(problem, peaks)
-    if fewest is not None:
-        text += f", and within this limit the fewest stages that would do are {fewest}"
+    fewest, is_fewest = _fewest_stages(problem, peaks)
+    known = "would do" if is_fewest else "is known to do"
+    if fewest is None:
+        text += f", and within this limit no number of stages up to {_MAX_STAGES} {known}"
     else:
-        text += f", and within this limit no number of stages up to {_MAX_STAGES} would do"
+        text += (
+            f", and within this limit the fewest stages that {known if is_fewest else 'are known to do'} are {fewest}"
+        )
     return f"{text}; raise memory_limit, change the number of stages, or make microbatches smaller"
 
 
-def _fewest_stages(problem: Limited, peaks: PeakRows) -> int | None:
-    """The fewest stages, one on each rank, with which a contiguous partition stays within the limit."""
+def _fewest_stages(problem: Limited, peaks: PeakRows) -> tuple[int | None, bool]:
+    """The fewest stages, one on each rank, with which a contiguous partition stays within the limit, and whether fewer are ruled out."""
     assert problem.in_flight_of is not None, "the schedule of other numbers of stages is known"
+    is_fewest = True
     for num_stages in range(1, min(_MAX_STAGES, problem.analysis.graph.num_modules()) + 1):
         in_flight = problem.in_flight_of(num_stages)
         if in_flight is None:
@@ -626,7 +630,9 @@ def _fewest_stages(problem: Limited, peaks: PeakRows) -> int | None:
         try:
             chain = _limited_chain(problem, peaks.scheduled(in_flight), in_flight)
         except PartitionError:  # fewer pieces than stages
-            return None
-        if chain.windows(math.inf, problem.limit) is not None and fits(chain, problem.limit):
-            return num_stages
-    return None
+            break
+        found = fits(chain, problem.limit)
+        if found:
+            return num_stages, is_fewest
+        is_fewest = is_fewest and found is not None
+    return None, is_fewest

@@ -2,7 +2,8 @@
 
 `solve_limited` finds, among the contiguous partitions in which no stage's peak (`smpc.partitioner.solvers.peaks`) exceeds the
 limit, the smallest bottleneck, and then the cheapest cuts, as `smpc.partitioner.solvers.chain` does without a limit.
-`least_peak` finds the partition whose largest peak is smallest: no contiguous partition does with less.
+`least_peak` finds the partition whose largest peak is smallest: no contiguous partition does with less. Of long chains with many stages
+that would take minutes: then it is the best of those with the cheapest cuts.
 
 Peaks do not grow with the interval: to cut later can be to send less. So both are dynamic programs over all ends of a
 stage, best[s][j] = min over i of max(best[s - 1][i], value of i..j), kept small by windows: within a bottleneck B and
@@ -17,7 +18,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -35,6 +36,7 @@ from smpc.partitioner.solvers.peaks import PeakRows
 
 _RAISES = (1.0, 1.02, 1.1, 1.3, 2.0, math.inf)
 _TRIES, _NEAR = 40, 1e-3  # of a good partition: how many, and how near to what cannot be is enough
+_MOST_STARTS = 20_000  # of stages, all together, that are gone through to prove a peak the least: some seconds
 _NONE = np.iinfo(np.int64).max
 Values = Callable[[int, int, int], FloatArray]  # (start, stop, stage) -> value of start..j; inf where not allowed
 
@@ -59,6 +61,17 @@ class LimitedChain:
         units = peaks.lower_units.merged(label, len(model.starts))
         scale = Scale(1.0, 1, 1)
         return cls(problem, model, peaks, positions, Intervals(units, scale), Intervals(reversed_units(units), scale))
+
+    def coarser(self) -> LimitedChain | None:
+        """With the cheapest cuts alone, as many as are quickly gone through; None if these are all of them."""
+        model, num_stages = self.model, len(self.model.in_flight)
+        most = max(2 * num_stages, _MOST_STARTS // num_stages)
+        if model.forward.num_units <= most:
+            return None
+        by_price = np.lexsort((model.cut_bytes[1:], model.cut_depth[1:]))
+        dropped = model.starts[1:][by_price[most - 1 :]].tolist()
+        forbidden = tuple(sorted({*self.problem.forbidden, *dropped}))
+        return LimitedChain.of(replace(self.problem, forbidden=forbidden), self.peaks, num_stages)
 
     def peak_row(self, start: int, stop: int, stage: int) -> IntArray:
         """Peaks of merged units start..j."""
@@ -94,7 +107,8 @@ def solve_limited(chain: LimitedChain, limit: int, tolerance: float) -> ChainSol
         return np.where(chain.peak_row(start, stop, stage) <= limit, row, np.inf)
 
     _, unlimited = solve(model, 0.0)
-    found = _rising_limited_chain(chain, unlimited, costs, lambda bound: chain.windows(bound, limit))
+    known = _good_limited_chain(chain, unlimited, costs)
+    found = _rising_limited_chain(chain, unlimited, known, costs, lambda bound: chain.windows(bound, limit))
     if found is None:
         return None
     optimum, _ = found
@@ -103,8 +117,8 @@ def solve_limited(chain: LimitedChain, limit: int, tolerance: float) -> ChainSol
     return ChainSolution(cuts, model.bottleneck(ends), optimum)
 
 
-def least_peak(chain: LimitedChain) -> tuple[ChainSolution, int]:
-    """The partition whose largest peak is smallest, and that peak."""
+def least_peak(chain: LimitedChain) -> tuple[ChainSolution, int, bool]:
+    """The partition whose largest peak is smallest, that peak, and whether it is proven that no other has a smaller one."""
     model = chain.model
     problem = ChainProblem(
         chain.peaks.lower_units, Scale(1.0, 1, 1), chain.peaks.least_in_flight, forbidden=chain.problem.forbidden
@@ -114,29 +128,43 @@ def least_peak(chain: LimitedChain) -> tuple[ChainSolution, int]:
     def peaks(start: int, stop: int, stage: int) -> FloatArray:
         return chain.peak_row(start, stop, stage).astype(np.float64)
 
-    found = _rising_limited_chain(chain, lowest, peaks, lambda bound: chain.windows(math.inf, bound))
+    known = _good_limited_chain(chain, lowest, peaks)
+    if known is not None and not _is_quick(chain.windows(math.inf, known[0])) and (coarse := chain.coarser()):
+        return (*least_peak(coarse)[:2], False)
+    found = _rising_limited_chain(chain, lowest, known, peaks, lambda bound: chain.windows(math.inf, bound))
     assert found is not None, "without a limit there is a partition"
     peak, ends = found
     bottleneck = model.bottleneck(ends)
-    return ChainSolution(tuple(model.starts[list(ends[:-1])].tolist()), bottleneck, bottleneck), int(peak)
+    return ChainSolution(tuple(model.starts[list(ends[:-1])].tolist()), bottleneck, bottleneck), int(peak), True
 
 
-def fits(chain: LimitedChain, limit: int) -> bool:
-    """Whether a partition stays within the limit."""
+def _is_quick(windows: list[tuple[int, int]] | None) -> bool:
+    return windows is None or sum(last - first + 1 for first, last in windows) <= _MOST_STARTS
+
+
+def fits(chain: LimitedChain, limit: int) -> bool | None:
+    """Whether a partition stays within the limit; None if none was found, and to prove that there is none would take minutes."""
 
     def peaks(start: int, stop: int, stage: int) -> FloatArray:
         row = chain.peak_row(start, stop, stage)
         return np.where(row <= limit, row, np.inf)
 
     windows = chain.windows(math.inf, limit)
-    return windows is not None and _smallest_limited_chain(chain, peaks, windows) is not None
+    if windows is None:
+        return False
+    if _greedy_limited_chain(chain, peaks, limit) is not None:
+        return True
+    return _smallest_limited_chain(chain, peaks, windows) is not None if _is_quick(windows) else None
 
 
 def _rising_limited_chain(
-    chain: LimitedChain, start: float, values: Values, windows: Callable[[float], list[tuple[int, int]] | None]
+    chain: LimitedChain,
+    start: float,
+    known: tuple[float, tuple[int, ...]] | None,
+    values: Values,
+    windows: Callable[[float], list[tuple[int, int]] | None],
 ) -> tuple[float, tuple[int, ...]] | None:
-    """The smallest largest value of a partition, and its ends; a partition of value v is in windows(v)."""
-    known = _good_limited_chain(chain, start, values)
+    """The smallest largest value of a partition, and its ends; a partition of value v is in windows(v). `known`: some partition."""
     if known is not None:
         allowed = windows(known[0])
         found = None if allowed is None else _smallest_limited_chain(chain, values, allowed, known[0])

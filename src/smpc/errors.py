@@ -83,11 +83,12 @@ class PartitionError(SmpcError, ValueError):
 
 
 class MemoryLimitError(PartitionError):
-    """No plan within the memory limit. `least_bytes` is the smallest sufficient limit."""
+    """No plan within the memory limit. `least_bytes` is the smallest sufficient limit, or the smallest known if not `is_least`."""
 
-    def __init__(self, text: str, least_bytes: int = 0) -> None:
+    def __init__(self, text: str, least_bytes: int = 0, *, is_least: bool = True) -> None:
         super().__init__(text)
         self.least_bytes = least_bytes
+        self.is_least = is_least
 
 
 class CodegenError(SmpcError):

@@ -179,8 +179,8 @@ class Cut:
                     raise
                 return plan
         room = options.devices[0].memory_bytes
-        if (least := self._least_peak(room)) > _HOPELESS * room:
-            return self._balanced(least, prove)
+        if (error := self._no_fit(room)) is not None and error.least_bytes > _HOPELESS * room:
+            return self._balanced(error, prove)
         fastest = self._weighted(0.0, None, prove)
         peak = max(rank_peaks(fastest).values())
         if peak <= room:
@@ -189,7 +189,7 @@ class Cut:
         try:
             return with_note(self._weighted(0.0, room, prove), f"{needs}: this is the fastest found that fits")
         except MemoryLimitError as error:
-            return self._balanced(error.least_bytes, prove)
+            return self._balanced(error, prove)
 
     def _ordered_within_limit(self, memory_weight: float, prove: bool) -> Plan | None:
         """Of `list`, the cut without a limit, if the order of its actions keeps the limit: stages of a rank are not fullest at once."""
@@ -199,17 +199,17 @@ class Cut:
         found, _ = self.schedule(free, plan_channels(self.traced.trace, free))
         return free if max(rank_peaks(found).values()) <= self.options.limit_bytes else None
 
-    def _least_peak(self, room: int) -> int:
-        """The least memory of a contiguous cut, if none is within the room; else 0. No proof of the fastest plan is needed to know it."""
+    def _no_fit(self, room: int) -> MemoryLimitError | None:
+        """The error where no contiguous cut is within the room. No proof of the fastest plan is needed to know it."""
         try:
             self._weighted(0.0, room, prove=False)
         except MemoryLimitError as error:
-            return error.least_bytes
-        return 0
+            return error
+        return None
 
-    def _balanced(self, least: int, prove: bool) -> Plan:
-        note = f"no plan fits: the least memory is {at_least(least)}, and memory alone was balanced"
-        return with_note(self._weighted(1.0, None, prove), note)
+    def _balanced(self, error: MemoryLimitError, prove: bool) -> Plan:
+        least = f"the least memory{'' if error.is_least else ' that is known to do'} is {at_least(error.least_bytes)}"
+        return with_note(self._weighted(1.0, None, prove), f"no plan fits: {least}, and memory alone was balanced")
 
     def _weighted(self, memory_weight: float, memory_limit: int | None, prove: bool) -> Plan:
         """The plan with the best cut at a weight of memory, within a limit if there is one."""

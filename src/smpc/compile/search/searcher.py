@@ -519,6 +519,7 @@ class _Searcher:
         try:
             planned = self.plans.planned(candidate, limit, prove=False)
         except MemoryLimitError as error:
+            self.is_least = self.is_least and error.is_least
             if self.least is None or error.least_bytes < self.least[0]:
                 self.least = error.least_bytes, candidate
             result = Result(candidate, Verdict.MEMORY, bound, peak_bytes=error.least_bytes, step_is_bound=True)
