@@ -18,6 +18,7 @@ from smpc.executor.draws import draw_as_first
 from smpc.executor.sharded_state import slice_of
 from smpc.nn.init.whole_fills import WholeTensor, fill_whole
 from smpc.nn.parallel import DistributedModule, own_part_of, whole_shape
+from smpc.nn.script_writes.parts import write_parts_as_wholes
 from smpc.sharding.tensors import local, own_part_of_sharded, sharded_like
 
 ShapeOf = Callable[[str, Tensor], tuple[torch.Size, bool]]
@@ -64,7 +65,8 @@ def note_distributed(model: nn.Module, group: TensorGroup) -> None:
 
 @functools.cache
 def note_parts() -> None:
-    """Of parameters that `fully_shard` has divided ranks have parts, DTensors; what knows more of one comes first."""
+    """Of parameters that `fully_shard` has divided ranks have parts, DTensors; what knows more of one comes first. What scripts write into
+    parts is written as into wholes (`smpc.nn.script_writes.parts`)."""
 
     def find(tensor: Tensor) -> WholeTensor | None:
         if not isinstance(tensor, DTensor) or not any(isinstance(place, Shard) for place in tensor.placements):
@@ -78,6 +80,7 @@ def note_parts() -> None:
         return WholeTensor(tensor.shape, lambda whole: _own_part(tensor, whole), begin)
 
     fill_whole(find, comes_last=True)
+    write_parts_as_wholes()
 
 
 def _note(model: nn.Module, whole_of: Callable[[str, Tensor], WholeTensor | None], group: TensorGroup) -> None:
