@@ -209,3 +209,36 @@ def test_a_script_that_writes_gradients_and_rows_trains_as_in_one_process(tmp_pa
     for state in run_workers(train, 2, tmp_path, config):
         for name, value in plain.state_dict().items():
             torch.testing.assert_close(state[name.removeprefix("module.")], value, rtol=1e-5, atol=1e-7)
+
+
+@torch.no_grad()
+def clip(model):
+    """Through `data`, and through an alias of it that is kept."""
+    for parameter in model.parameters():
+        kept = parameter.data
+        parameter.data.clamp_(-0.25, 0.25)
+        kept[..., :1] = 0.125
+
+
+def train_half(rank, folder, config):
+    smp.init({"microbatches": 2, "ddp": True, "bf16": True, **config})
+    model = smp.DistributedModel(layers())
+    optimizer = smp.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=1e-5))
+    for _ in range(2):
+        optimizer.zero_grad()
+        step(model, IDS)
+        clip(model.get_module())
+        optimizer.step()
+    state = {name: whole(value.detach()).float() for name, value in model.named_parameters()}
+    smp.shutdown()
+    return state
+
+
+@pytest.mark.parametrize("config", [{}, {"fully_shard": True}, {"shard_optimizer_state": True}])
+def test_masters_take_over_what_is_written_through_data(tmp_path, config):
+    """They overwrote it in the update: torch counts no version of the parameter for it."""
+    plain = layers().bfloat16()
+    clip(plain)
+    for state in run_workers(train_half, 2, tmp_path, config):
+        for name, value in plain.state_dict().items():
+            torch.testing.assert_close(state[name.removeprefix("module.")], value.float(), rtol=1e-2, atol=1e-3)

@@ -181,6 +181,7 @@ def _write_whole(
     operation(place, *rest, **named)
     root._local_tensor.copy_(_cut(root, values))
     if view is not None:
+        torch.autograd.graph.increment_version(root)
         target._local_tensor.copy_(_cut(target, place))
 
 
