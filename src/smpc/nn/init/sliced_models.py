@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 
-from smpc.codegen.rewrite.tensor_parallel.layouts import REPLICATED, Layout
+from smpc.codegen.rewrite.tensor_parallel.layouts import REPLICATED, Layout, LayoutKind
 from smpc.errors import UsageError
 from smpc.executor.collectives import TensorGroup
 from smpc.executor.draws import draw_as_first
@@ -19,6 +19,7 @@ from smpc.executor.sharded_state import slice_of
 from smpc.nn.init.whole_fills import WholeTensor, fill_whole
 from smpc.nn.parallel import DistributedModule, own_part_of, whole_shape
 from smpc.nn.script_writes.parts import write_parts_as_wholes
+from smpc.nn.script_writes.slices import note_slice
 from smpc.sharding.tensors import local, own_part_of_sharded, sharded_like
 
 ShapeOf = Callable[[str, Tensor], tuple[torch.Size, bool]]
@@ -43,6 +44,9 @@ def note_sliced(
         return WholeTensor(torch.Size(layout.whole_shape(shape, group.size)), cut if has_part else None)
 
     _note(model, whole_of, group)
+    for name, parameter in model.named_parameters():
+        if name in layouts and layouts[name].kind is LayoutKind.SHARDED:
+            note_slice(parameter, name, layouts[name].dim)
 
 
 def note_distributed(model: nn.Module, group: TensorGroup) -> None:
@@ -61,6 +65,10 @@ def note_distributed(model: nn.Module, group: TensorGroup) -> None:
         return WholeTensor(torch.Size(whole_shape(tensor, shard)), cut)
 
     _note(model, whole_of, group)
+    for prefix, module in model.named_modules():
+        shards = module.shards if isinstance(module, DistributedModule) and group.size > 1 else {}
+        for own, shard in shards.items():
+            note_slice(module.get_parameter(own), f"{prefix}.{own}".removeprefix("."), shard.dim)
 
 
 @functools.cache

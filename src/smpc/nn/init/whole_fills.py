@@ -102,16 +102,22 @@ def _changed(*args: Any, _smpc_made: Callable[..., Any], **kwargs: Any) -> Any:
 def _filling(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
     @functools.wraps(original)
     def fill(tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        whole = _found(tensor)
-        if whole is None:
-            return original(tensor, *args, **kwargs)
-        whole.begin()
-        values = torch.empty(whole.shape, dtype=tensor.dtype, device=tensor.device)
-        original(values, *args, **kwargs)
-        _keep(tensor, whole, values)
-        return tensor
+        is_filled = filled_as_whole(original, tensor, *args, **kwargs)
+        return tensor if is_filled else original(tensor, *args, **kwargs)
 
     return fill
+
+
+def filled_as_whole(original: Callable[..., Any], tensor: Tensor, *args: Any, **kwargs: Any) -> bool:
+    """Have a function fill a parameter as one process has it. False: nothing is known of it, and nothing was done."""
+    whole = _found(tensor)
+    if whole is None:
+        return False
+    whole.begin()
+    values = torch.empty(whole.shape, dtype=tensor.dtype, device=tensor.device)
+    original(values, *args, **kwargs)
+    _keep(tensor, whole, values)
+    return True
 
 
 @torch.no_grad()

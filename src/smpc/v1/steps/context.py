@@ -21,6 +21,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -29,6 +30,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from smpc.executor.failure.start import StartPhase
+from smpc.nn.script_writes.slices import plain_parameters
 from smpc.observe.observer import Observer
 from smpc.sharding.tensors import local
 from smpc.v1.layout.compiled_tensors import CompiledTensors
@@ -177,6 +179,10 @@ class StepContext:
     calls: ModelCalls | None = None
     outputs: KeptOutputs | None = None  # where it is asked
     join: Join | None = None
+
+    def ordinary_slices(self) -> AbstractContextManager[None]:
+        """Around what runs the model, or updates it: scripts see slices as such between steps."""
+        return nullcontext() if self.session.mesh.tp_size == 1 else plain_parameters(self.module)
 
     @property
     def has_program(self) -> bool:
