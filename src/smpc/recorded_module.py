@@ -25,7 +25,7 @@ from smpc.compile.passes import plan_trace, write_programs
 from smpc.compile.result import Traced
 from smpc.errors import ConfigError, StepError, UsageError
 from smpc.hooks_on_outputs import copied_outputs, without_gradient
-from smpc.nn.script_writes.slices import plain_parameters
+from smpc.nn.script_writes.classes import plain_parameters
 from smpc.sample_inputs import as_inputs
 from smpc.tracer.attempt import RecordingRequest
 from smpc.tracer.constants import Ref, TraceDevice, map_references

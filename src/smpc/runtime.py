@@ -50,7 +50,7 @@ from smpc.executor.replicas.group_hooks import StepHooks, innermost
 from smpc.executor.transport import Transport, loopback_transports
 from smpc.hooks_on_outputs import copied_outputs, without_gradient
 from smpc.nn.init.sliced_models import note_parts
-from smpc.nn.script_writes.slices import plain_parameters
+from smpc.nn.script_writes.classes import plain_parameters
 from smpc.observe.observer import Observer, RankRecord, StepCallback, StepWatch, batch_of
 from smpc.observe.window import Window
 from smpc.optimizers.torch_patches import check_optimizers, refuse_norms, refuse_scaling

@@ -18,14 +18,21 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from smpc.nn.script_writes.classes import NoticedParameter, between_steps
+
 _aliases: Any = WeakTensorKeyDictionary()  # watched parameter: the alias whose counter counts, None before the first
 _TORCHS: Any = Tensor.data
 
 
 def watch_data(parameter: Tensor) -> None:
-    """Have writes through `parameter.data` counted from now on."""
-    _patch_data()
-    _aliases.setdefault(parameter, None)
+    """Have writes through `parameter.data` between steps counted from now on."""
+    if parameter in _aliases:
+        return
+    _aliases[parameter] = None
+    if isinstance(parameter, DTensor):
+        _patch_parts()
+    elif isinstance(parameter, nn.Parameter):
+        between_steps(parameter, CountedParameter)
 
 
 def data_version(parameter: Tensor) -> int:
@@ -34,24 +41,48 @@ def data_version(parameter: Tensor) -> int:
     return -1 if alias is None else alias._version
 
 
+class CountedParameter(NoticedParameter):
+    """A parameter whose aliases count together."""
+
+    @property
+    def data(self) -> Tensor:
+        """An alias of the memory."""
+        return read_data(self)
+
+    @data.setter
+    def data(self, value: Tensor) -> None:
+        assign_data(self, value)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
+        """An ordinary parameter."""
+        if id(self) not in memo:
+            with torch._C.DisableTorchFunctionSubclass():
+                memo[id(self)] = nn.Parameter(self.detach().clone(), self.requires_grad)
+        copied: nn.Parameter = memo[id(self)]
+        return copied
+
+
 @functools.cache
-def _patch_data() -> None:
-    """`data` of parameters alone: `torch.Tensor.data` stays what recordings and overrides know."""
-    nn.Parameter.data = property(_read, _assign)  # type: ignore[assignment]
+def _patch_parts() -> None:
+    """Parts have no place of their own for it: they are of the class of all DTensors."""
     torchs = vars(DTensor).get("data", _TORCHS)
-    DTensor.data = property(_read, lambda self, value: _assign(self, value, torchs))  # type: ignore[assignment]
+    DTensor.data = property(read_data, lambda self, value: assign_data(self, value, torchs))  # type: ignore[assignment]
 
 
-def _read(self: Any) -> Tensor:
-    if self not in _aliases or torch.compiler.is_compiling():
-        return _TORCHS.__get__(self)  # type: ignore[no-any-return]
-    alias = _aliases[self]
-    if alias is None:
-        alias = _aliases[self] = _TORCHS.__get__(self)
-    return alias.detach()  # type: ignore[no-any-return]
+def read_data(parameter: Any) -> Tensor:
+    """`parameter.data`."""
+    with torch._C.DisableTorchFunctionSubclass():
+        if parameter not in _aliases or torch.compiler.is_compiling():
+            return _TORCHS.__get__(parameter)  # type: ignore[no-any-return]
+        alias = _aliases[parameter]
+        if alias is None:
+            alias = _aliases[parameter] = _TORCHS.__get__(parameter)
+        return alias.detach()  # type: ignore[no-any-return]
 
 
-def _assign(self: Any, value: Tensor, torchs: Any = _TORCHS) -> None:
-    if self in _aliases:
-        _aliases[self] = None  # it would keep the old memory
-    torchs.__set__(self, value)
+def assign_data(parameter: Any, value: Any, torchs: Any = _TORCHS) -> None:
+    """`parameter.data = value`."""
+    if parameter in _aliases:
+        _aliases[parameter] = None  # it would keep the old memory
+    with torch._C.DisableTorchFunctionSubclass():
+        torchs.__set__(parameter, value)

@@ -5,19 +5,15 @@
     with torch.no_grad(): weight[3] = 0        in code that is neither torch's nor smpc's: SliceValues are asked
     weight.data, weight.grad                   SliceValues, in such code
 
-    with plain_parameters(model): ...          what runs or records the model: ordinary parameters
 
-Between steps such a parameter has a class of its own, in place, as parameters of other ranks have (`smpc.absent.tensors`). Where gradients
-are recorded, it behaves as ever.
+Between steps such a parameter has a class of its own (`classes`, beside). Where gradients are recorded, it behaves as ever.
 """
 
 from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from contextvars import ContextVar
+from collections.abc import Callable, Mapping, Sequence
 from types import FrameType
 from typing import Any
 
@@ -28,15 +24,16 @@ from torch.overrides import handle_torch_function
 from torch.utils._pytree import tree_map
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from smpc.nn.script_writes.classes import between_steps
+from smpc.nn.script_writes.data_aliases import CountedParameter, assign_data, read_data
 from smpc.nn.script_writes.slice_values import OfSlice, SliceValues, check_whole, plain, seen_as
 
 _slices: Any = WeakTensorKeyDictionary()  # parameter: (name, dimension)
-_is_plain: ContextVar[bool] = ContextVar("smpc_slices_are_plain", default=False)
 _TORCHS: Any = nn.Parameter
 _OWN = ("torch", "smpc")
 
 
-class SliceParameter(nn.Parameter):
+class SliceParameter(CountedParameter):
     """See above."""
 
     @classmethod
@@ -60,14 +57,12 @@ class SliceParameter(nn.Parameter):
     @property
     def data(self) -> Tensor:
         """An alias of the memory."""
-        with torch._C.DisableTorchFunctionSubclass():
-            found: Tensor = super().data
+        found = read_data(self)
         return _seen(self, found) if _is_script() else found
 
     @data.setter
     def data(self, value: Tensor) -> None:
-        with torch._C.DisableTorchFunctionSubclass():
-            _TORCHS.data.__set__(self, _ordinary(value))
+        assign_data(self, _ordinary(value))
 
     @property
     def grad(self) -> Tensor | None:
@@ -84,44 +79,12 @@ class SliceParameter(nn.Parameter):
             given = before if is_own and value is not None and value.shape == self.shape else _ordinary(value)
             _TORCHS.grad.__set__(self, given)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
-        """An ordinary parameter."""
-        if id(self) not in memo:
-            with torch._C.DisableTorchFunctionSubclass():
-                memo[id(self)] = nn.Parameter(self.detach().clone(), self.requires_grad)
-        copied: nn.Parameter = memo[id(self)]
-        return copied
-
 
 def note_slice(parameter: nn.Parameter, name: str, dim: int) -> None:
-    """This rank has a slice of a parameter along a dimension. In `plain_parameters` it stays ordinary until its end."""
+    """This rank has a slice of a parameter along a dimension."""
     _support_foreach()
     _slices[parameter] = name, dim
-    if not _is_plain.get():
-        _set_class(parameter, SliceParameter)
-
-
-@contextmanager
-def plain_parameters(model: nn.Module) -> Iterator[None]:
-    """In this context the model's slices are ordinary parameters."""
-    if _is_plain.get():
-        yield
-        return
-    token = _is_plain.set(True)
-    for each in model.parameters() if _slices else ():
-        _set_class(each, nn.Parameter)
-    try:
-        yield
-    finally:
-        _is_plain.reset(token)
-        for each in model.parameters() if _slices else ():
-            if each in _slices:
-                _set_class(each, SliceParameter)
-
-
-def _set_class(parameter: Tensor, kind: type[nn.Parameter]) -> None:
-    if type(parameter) in (nn.Parameter, SliceParameter):  # of other ranks, or in parts
-        parameter.__class__ = kind
+    between_steps(parameter, SliceParameter)
 
 
 @functools.cache

@@ -152,7 +152,8 @@ class OwnParts:
             return parameter
         part = nn.Parameter(own.of(parameter.detach()), requires_grad=parameter.requires_grad)
         part.grad_dtype = parameter.grad_dtype  # gradients may be wider
-        watch_data(parameter)
+        if parameter.dtype.itemsize < 4:  # it has a master
+            watch_data(parameter)
         self._parts[id(parameter)] = _UpdatePart(parameter, part, own, (parameter._version, data_version(parameter)))
         self._parameters[id(part)] = parameter
         if parameter in optimizer.state:

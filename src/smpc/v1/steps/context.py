@@ -30,7 +30,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from smpc.executor.failure.start import StartPhase
-from smpc.nn.script_writes.slices import plain_parameters
+from smpc.nn.script_writes.classes import plain_parameters
 from smpc.observe.observer import Observer
 from smpc.sharding.tensors import local
 from smpc.v1.layout.compiled_tensors import CompiledTensors
@@ -180,9 +180,10 @@ class StepContext:
     outputs: KeptOutputs | None = None  # where it is asked
     join: Join | None = None
 
-    def ordinary_slices(self) -> AbstractContextManager[None]:
-        """Around what runs the model, or updates it: scripts see slices as such between steps."""
-        return nullcontext() if self.session.mesh.tp_size == 1 else plain_parameters(self.module)
+    def ordinary_parameters(self) -> AbstractContextManager[None]:
+        """Around what runs the model, or updates it. Between steps, slices and what has masters notice what scripts write."""
+        is_noticed = self.session.mesh.tp_size > 1 or self.precision.dtype is not None
+        return plain_parameters(self.module) if is_noticed else nullcontext()
 
     @property
     def has_program(self) -> bool:
