@@ -81,13 +81,13 @@ def _found(tensor: Any) -> WholeTensor | None:
 @functools.cache
 def _patch_init() -> None:
     for name in _FILLS:
-        _change(vars(init)[name], _filling)
-    _change(init._calculate_fan_in_and_fan_out, _of_whole)
-    _change(init._calculate_correct_fan, _of_whole)
-    _change(nn.Embedding._fill_padding_idx_with_zero, _padding)
+        change_function(vars(init)[name], _filling)
+    change_function(init._calculate_fan_in_and_fan_out, _of_whole)
+    change_function(init._calculate_correct_fan, _of_whole)
+    change_function(nn.Embedding._fill_padding_idx_with_zero, _padding)
 
 
-def _change(function: Any, make: Callable[[Any], Callable[..., Any]]) -> None:
+def change_function(function: Any, make: Callable[[Any], Callable[..., Any]]) -> None:
     """Have a function of Python do what `make` makes of what it has done, under every name that it has been given."""
     original = FunctionType(function.__code__, function.__globals__, function.__name__, function.__defaults__)
     original.__kwdefaults__ = function.__kwdefaults__

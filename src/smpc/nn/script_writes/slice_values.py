@@ -22,18 +22,22 @@ Writes that are no error are torch's own.
 from __future__ import annotations
 
 import functools
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from types import FrameType
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.overrides import handle_torch_function
 from torch.utils._pytree import tree_leaves, tree_map
 
 from smpc.errors import UsageError
 from smpc.nn.init.whole_fills import filled_as_whole
 
 _SLICE = "_smpc_slice"
+_OWN = ("torch", "smpc")
 _INDEPENDENT = (
     "copy_", "fill_", "zero_", "masked_fill_", "masked_fill", "clone", "to", "contiguous", "zeros_like", "ones_like", "full_like",
     "empty_like", "type", "float", "double", "half", "bfloat16", "cpu", "cuda", "where",
@@ -68,13 +72,11 @@ class SliceValues(Tensor):
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        """torch's function, after a check of what it writes."""
-        name = getattr(func, "__name__", "")
+        """For scripts, torch's function after a check of what it writes."""
+        if is_script():
+            return answer(func, args, kwargs or {})
         with torch._C.DisableTorchFunctionSubclass():
-            if _is_writing(name, kwargs or {}):
-                return _write(name, func, args, dict(kwargs or {}))
-            result = func(*args, **(kwargs or {}))
-            return _told(name, func, args, dict(kwargs or {}), result)
+            return func(*args, **(kwargs or {}))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
         """An ordinary tensor."""
@@ -91,10 +93,19 @@ class SliceValues(Tensor):
         return repr(plain(self))
 
 
-def seen_as(tensor: Tensor, of: OfSlice) -> SliceValues:
-    """A new alias of an ordinary tensor, which is in the root's memory."""
+def answer(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """What a script gets of a function of torch's. UsageError for what the module's docstring says."""
+    name, named = getattr(func, "__name__", ""), dict(kwargs)
     with torch._C.DisableTorchFunctionSubclass():
-        return _marked(tensor.detach(), of)
+        if _is_writing(name, named):
+            return _write(name, func, args, named)
+        return _told(name, func, args, named, func(*args, **named))
+
+
+def told(tensor: Tensor, of: OfSlice) -> SliceValues:
+    """The same tensor, which knows what it is."""
+    with torch._C.DisableTorchFunctionSubclass():
+        return _marked(tensor, of)
 
 
 def plain(tensor: Tensor) -> Tensor:
@@ -114,6 +125,15 @@ def _marked(tensor: Any, of: OfSlice) -> SliceValues:
     tensor.__class__ = SliceValues
     setattr(tensor, _SLICE, of)
     return tensor  # type: ignore[no-any-return]
+
+
+def is_script() -> bool:
+    """Whether the code that calls the caller is neither torch's nor ours."""
+    frame: FrameType | None = sys._getframe(2)
+    if frame is not None and frame.f_code is handle_torch_function.__code__:
+        frame = frame.f_back and frame.f_back.f_back  # a function of torch's that is written in Python asks by this
+    module: str = "" if frame is None else frame.f_globals.get("__name__", "")
+    return module.partition(".")[0] not in _OWN
 
 
 def _of(value: Any) -> OfSlice | None:

@@ -12,25 +12,21 @@ Between steps such a parameter has a class of its own (`classes`, beside). Where
 from __future__ import annotations
 
 import functools
-import sys
 from collections.abc import Callable, Mapping, Sequence
-from types import FrameType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import optimizer
-from torch.overrides import handle_torch_function
 from torch.utils._pytree import tree_map
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from smpc.nn.script_writes.classes import between_steps
 from smpc.nn.script_writes.data_aliases import CountedParameter, assign_data, read_data
-from smpc.nn.script_writes.slice_values import OfSlice, SliceValues, check_whole, plain, seen_as
+from smpc.nn.script_writes.slice_values import OfSlice, SliceValues, answer, check_whole, is_script, plain, told
 
 _slices: Any = WeakTensorKeyDictionary()  # parameter: (name, dimension)
 _TORCHS: Any = nn.Parameter
-_OWN = ("torch", "smpc")
 
 
 class SliceParameter(CountedParameter):
@@ -46,19 +42,19 @@ class SliceParameter(CountedParameter):
     ) -> Any:
         """Of what scripts compute without gradients, and of what they detach, SliceValues decide."""
         name = getattr(func, "__name__", "")
-        if name == "__get__" or (torch.is_grad_enabled() and name != "detach") or not _is_script():
+        if name == "__get__" or (torch.is_grad_enabled() and name != "detach") or not is_script():
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **(kwargs or {}))
         seen: dict[int, Tensor] = {}  # by id of the alias, the parameter
         values, named = tree_map(functools.partial(_alias, seen), (tuple(args), dict(kwargs or {})))
-        result = func(*values, **named)
+        result = answer(func, values, named)
         return seen.get(id(result), result)
 
     @property
     def data(self) -> Tensor:
         """An alias of the memory."""
         found = read_data(self)
-        return _seen(self, found) if _is_script() else found
+        return _seen(self, found) if is_script() else found
 
     @data.setter
     def data(self, value: Tensor) -> None:
@@ -66,18 +62,18 @@ class SliceParameter(CountedParameter):
 
     @property
     def grad(self) -> Tensor | None:
-        """The gradient; for scripts an alias."""
+        """The gradient itself, which knows that it is one of a slice."""
         with torch._C.DisableTorchFunctionSubclass():
             found = super().grad
-        return found if found is None or not _is_script() else _seen(self, found)
+            known = None if found is None else _known(self, found)
+        return found if found is None or known is None else told(found, known)
 
     @grad.setter
     def grad(self, value: Tensor | None) -> None:
+        if value is not None:
+            check_whole(value)
         with torch._C.DisableTorchFunctionSubclass():
-            before = super().grad
-            is_own = isinstance(value, SliceValues) and before is not None and before.data_ptr() == value.data_ptr()
-            given = before if is_own and value is not None and value.shape == self.shape else _ordinary(value)
-            _TORCHS.grad.__set__(self, given)
+            _TORCHS.grad.__set__(self, value)
 
 
 def note_slice(parameter: nn.Parameter, name: str, dim: int) -> None:
@@ -103,11 +99,17 @@ def _alias(seen: dict[int, Tensor], value: Any) -> Any:
 
 
 def _seen(parameter: Tensor, alias: Tensor) -> Tensor:
+    known = _known(parameter, alias)
+    return alias if known is None else told(alias.detach(), known)
+
+
+def _known(parameter: Tensor, tensor: Tensor) -> OfSlice | None:
+    """What a tensor of the parameter's layout is to know."""
     found = _slices.get(parameter)
-    if found is None or type(alias) is not Tensor or alias.layout is not torch.strided or alias.dim() <= found[1]:
-        return alias
+    if found is None or type(tensor) is not Tensor or tensor.layout is not torch.strided or tensor.dim() <= found[1]:
+        return None
     name, dim = found
-    return seen_as(alias, OfSlice.of(name, dim, alias))
+    return OfSlice.of(name, dim, tensor)
 
 
 def _ordinary(value: Any) -> Any:
@@ -115,12 +117,3 @@ def _ordinary(value: Any) -> Any:
         check_whole(value)
         return plain(value)
     return value
-
-
-def _is_script() -> bool:
-    """Whether the code that uses a parameter is neither torch's nor ours."""
-    frame: FrameType | None = sys._getframe(2)
-    if frame is not None and frame.f_code is handle_torch_function.__code__:
-        frame = frame.f_back and frame.f_back.f_back  # a function of torch's that is written in Python asks by this
-    module: str = "" if frame is None else frame.f_globals.get("__name__", "")
-    return module.partition(".")[0] not in _OWN

@@ -319,7 +319,7 @@ class DistributedModel(ShownModel, TensorParallelModel, ObservedModel, NotWrappe
         half = self._context.precision.dtype
         if half is not None:
             args, kwargs = cast_inputs((args, kwargs), half)
-        with self._context.ordinary_parameters():
+        with self._context.ordinary():
             output = calls.forward(args, kwargs)
         if half is not None:
             output = cast_outputs(output, half)
@@ -362,7 +362,7 @@ class DistributedModel(ShownModel, TensorParallelModel, ObservedModel, NotWrappe
     @contextlib.contextmanager
     def optimizer_step(self) -> Iterator[None]:
         """Around the optimizer's step; DistributedOptimizer calls it."""
-        with self._context.ordinary_parameters(), self._context.observer.optimizer_step():
+        with self._context.ordinary(), self._context.observer.optimizer_step():
             yield
 
     def compile(self, *args: Any, **kwargs: Any) -> None:

@@ -23,6 +23,7 @@ from collections import OrderedDict
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -158,7 +159,8 @@ class Measures:
 @dataclass(slots=True)
 class StepContext:
     """The context of one model. `tensors`: None unless the compiler splits tensors over ranks. `sequences`: None unless ranks
-    share sequences. `experts`: None unless ranks divide them. `join`: the enclosing `join`, if any."""
+    share sequences. `experts`: None unless ranks divide them. `join`: the enclosing `join`, if any. Between steps, slices and what
+    has masters notices what scripts write; in `ordinary()` all are ordinary."""
 
     module: nn.Module
     session: Session
@@ -179,11 +181,11 @@ class StepContext:
     calls: ModelCalls | None = None
     outputs: KeptOutputs | None = None  # where it is asked
     join: Join | None = None
+    ordinary: Callable[[], AbstractContextManager[None]] = nullcontext
 
-    def ordinary_parameters(self) -> AbstractContextManager[None]:
-        """Around what runs the model, or updates it. Between steps, slices and what has masters notice what scripts write."""
+    def __post_init__(self) -> None:
         is_noticed = self.session.mesh.tp_size > 1 or self.precision.dtype is not None
-        return plain_parameters(self.module) if is_noticed else nullcontext()
+        self.ordinary = partial(plain_parameters, self.module) if is_noticed else nullcontext
 
     @property
     def has_program(self) -> bool:

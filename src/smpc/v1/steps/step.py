@@ -163,7 +163,7 @@ class StepRunner:
             context.batch_bytes = _bytes_on(context.session.device, _tensors(args, kwargs))
         observer = context.observer
         watching = observer.step(() if observer.is_idle else _tensors(args, kwargs))
-        with context.ordinary_parameters(), watching as watch:
+        with context.ordinary(), watching as watch:
             result, verdict = self._steps.step(body, own, watch)
             if verdict:
                 self._judge(verdict, body)
