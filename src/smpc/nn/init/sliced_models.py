@@ -19,7 +19,7 @@ from smpc.executor.sharded_state import slice_of
 from smpc.nn.init.whole_fills import WholeTensor, fill_whole
 from smpc.nn.parallel import DistributedModule, own_part_of, whole_shape
 from smpc.nn.script_writes.parts import write_parts_as_wholes
-from smpc.nn.script_writes.slices import note_slice
+from smpc.nn.script_writes.slices import note_slices
 from smpc.sharding.tensors import local, own_part_of_sharded, sharded_like
 
 ShapeOf = Callable[[str, Tensor], tuple[torch.Size, bool]]
@@ -44,9 +44,10 @@ def note_sliced(
         return WholeTensor(torch.Size(layout.whole_shape(shape, group.size)), cut if has_part else None)
 
     _note(model, whole_of, group)
-    for name, parameter in model.named_parameters():
-        if name in layouts and layouts[name].kind is LayoutKind.SHARDED:
-            note_slice(parameter, name, layouts[name].dim)
+    names = [name for name, _ in model.named_parameters(remove_duplicate=False)]
+    if group.size > 1:
+        sliced = {name: layouts[name] for name in names if name in layouts}
+        note_slices(model, {name: each.dim for name, each in sliced.items() if each.kind is LayoutKind.SHARDED})
 
 
 def note_distributed(model: nn.Module, group: TensorGroup) -> None:
@@ -65,10 +66,10 @@ def note_distributed(model: nn.Module, group: TensorGroup) -> None:
         return WholeTensor(torch.Size(whole_shape(tensor, shard)), cut)
 
     _note(model, whole_of, group)
-    for prefix, module in model.named_modules():
-        shards = module.shards if isinstance(module, DistributedModule) and group.size > 1 else {}
-        for own, shard in shards.items():
-            note_slice(module.get_parameter(own), f"{prefix}.{own}".removeprefix("."), shard.dim)
+    if group.size > 1:
+        owners = ((prefix, each) for prefix, each in model.named_modules() if isinstance(each, DistributedModule))
+        shards = {f"{prefix}.{own}".lstrip("."): shard for prefix, each in owners for own, shard in each.shards.items()}
+        note_slices(model, {name: shard.dim for name, shard in shards.items()})
 
 
 @functools.cache

@@ -2,52 +2,83 @@
 
     between_steps(parameter, CountedParameter)      in place, from now on
     with plain_parameters(model): ...               what runs, records or updates the model: ordinary parameters
+    after_steps(model, note)                        `note()` at the end of each, as parameters may have been exchanged for others
 
-Recordings, torch.compile and optimizers see ordinary parameters, and steps take no longer. A class of several goes before its bases.
+Recordings, torch.compile and optimizers see ordinary parameters, and steps take no longer. A class goes before its bases. Nothing
+here has weak references to parameters, with which torch could not swap them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import weakref
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
+from typing import Any
 
+import torch
 from torch import nn
+
+_KIND = "_smpc_between_steps"  # of a parameter: its class then
+_is_plain: ContextVar[bool] = ContextVar("smpc_parameters_are_plain", default=False)
+_noting: weakref.WeakKeyDictionary[nn.Module, list[Callable[[], None]]] = weakref.WeakKeyDictionary()
 
 
 class NoticedParameter(nn.Parameter):
-    """The base of such classes."""
+    """The base of such classes. Copies and files have ordinary parameters."""
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
+        if id(self) not in memo:
+            with torch._C.DisableTorchFunctionSubclass():
+                memo[id(self)] = nn.Parameter(self.detach().clone(), self.requires_grad)
+        copied: nn.Parameter = memo[id(self)]
+        return copied
 
-_Classes = list[tuple[nn.Parameter, type[NoticedParameter]]]
-_late: ContextVar[_Classes | None] = ContextVar("smpc_late_classes", default=None)
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        with torch._C.DisableTorchFunctionSubclass():
+            return torch._utils._rebuild_parameter, (self.detach(), self.requires_grad, OrderedDict())
 
 
 def between_steps(parameter: nn.Parameter, kind: type[NoticedParameter]) -> None:
     """Have a parameter be of a class outside of `plain_parameters`. One that others hold, or that is in parts, stays what it is."""
-    late = _late.get()
-    if late is not None:
-        late.append((parameter, kind))
-    elif type(parameter) is nn.Parameter or (
-        isinstance(parameter, NoticedParameter) and issubclass(kind, type(parameter))
-    ):
-        parameter.__class__ = kind
+    if _is_ordinary(parameter) and issubclass(kind, vars(parameter).get(_KIND, NoticedParameter)):
+        vars(parameter)[_KIND] = kind
+        if not _is_plain.get():
+            parameter.__class__ = kind
+
+
+def after_steps(model: nn.Module, note: Callable[[], None]) -> None:
+    """See above."""
+    _noting.setdefault(model, []).append(note)
 
 
 @contextmanager
 def plain_parameters(model: nn.Module) -> Iterator[None]:
     """In this context the model's parameters are ordinary ones. What is noticed in it begins after it."""
-    if _late.get() is not None:
+    if _is_plain.get():
         yield
         return
-    found: _Classes = [(each, type(each)) for each in model.parameters() if isinstance(each, NoticedParameter)]
-    for each, _ in found:
-        each.__class__ = nn.Parameter
-    token = _late.set([])
+    token = _is_plain.set(True)
+    for parameter in model.parameters():
+        if isinstance(parameter, NoticedParameter):
+            parameter.__class__ = nn.Parameter  # type: ignore[assignment]
     try:
         yield
     finally:
-        found += _late.get() or []
-        _late.reset(token)
-        for parameter, kind in found:
-            between_steps(parameter, kind)
+        for note in _noting.get(model, ()):
+            note()
+        _is_plain.reset(token)
+        for parameter in model.parameters():
+            kind = vars(parameter).get(_KIND)
+            if kind is not None and _is_ordinary(parameter):
+                parameter.__class__ = kind
+
+
+def are_noticed(model: nn.Module) -> bool:
+    """Whether `plain_parameters` may change something."""
+    return model in _noting
+
+
+def _is_ordinary(parameter: nn.Parameter) -> bool:
+    return type(parameter) is nn.Parameter or isinstance(parameter, NoticedParameter)

@@ -20,24 +20,24 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from smpc.nn.script_writes.classes import NoticedParameter, between_steps
 
-_aliases: Any = WeakTensorKeyDictionary()  # watched parameter: the alias whose counter counts, None before the first
+_ALIAS = "_smpc_data"  # of a watched parameter: the alias whose counter counts, None before the first
+_of_parts: Any = WeakTensorKeyDictionary()  # the same of parts, by this rank's tensor
 _TORCHS: Any = Tensor.data
 
 
 def watch_data(parameter: Tensor) -> None:
     """Have writes through `parameter.data` between steps counted from now on."""
-    if parameter in _aliases:
-        return
-    _aliases[parameter] = None
     if isinstance(parameter, DTensor):
         _patch_parts()
+        _of_parts.setdefault(parameter._local_tensor, None)
     elif isinstance(parameter, nn.Parameter):
+        vars(parameter).setdefault(_ALIAS, None)
         between_steps(parameter, CountedParameter)
 
 
 def data_version(parameter: Tensor) -> int:
     """A number that changes when a watched parameter is written through `parameter.data`."""
-    alias = _aliases.get(parameter)
+    alias = _of_parts.get(parameter._local_tensor) if isinstance(parameter, DTensor) else vars(parameter).get(_ALIAS)
     return -1 if alias is None else alias._version
 
 
@@ -53,14 +53,6 @@ class CountedParameter(NoticedParameter):
     def data(self, value: Tensor) -> None:
         assign_data(self, value)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
-        """An ordinary parameter."""
-        if id(self) not in memo:
-            with torch._C.DisableTorchFunctionSubclass():
-                memo[id(self)] = nn.Parameter(self.detach().clone(), self.requires_grad)
-        copied: nn.Parameter = memo[id(self)]
-        return copied
-
 
 @functools.cache
 def _patch_parts() -> None:
@@ -72,17 +64,22 @@ def _patch_parts() -> None:
 def read_data(parameter: Any) -> Tensor:
     """`parameter.data`."""
     with torch._C.DisableTorchFunctionSubclass():
-        if parameter not in _aliases or torch.compiler.is_compiling():
+        table, key = _table(parameter)
+        if key not in table or torch.compiler.is_compiling():
             return _TORCHS.__get__(parameter)  # type: ignore[no-any-return]
-        alias = _aliases[parameter]
-        if alias is None:
-            alias = _aliases[parameter] = _TORCHS.__get__(parameter)
-        return alias.detach()  # type: ignore[no-any-return]
+        if table[key] is None:
+            table[key] = _TORCHS.__get__(parameter)
+        return table[key].detach()  # type: ignore[no-any-return]
 
 
 def assign_data(parameter: Any, value: Any, torchs: Any = _TORCHS) -> None:
     """`parameter.data = value`."""
-    if parameter in _aliases:
-        _aliases[parameter] = None  # it would keep the old memory
+    table, key = _table(parameter)
+    if key in table:
+        table[key] = None  # it would keep the old memory
     with torch._C.DisableTorchFunctionSubclass():
         torchs.__set__(parameter, value)
+
+
+def _table(parameter: Any) -> tuple[Any, Any]:
+    return (_of_parts, parameter._local_tensor) if isinstance(parameter, DTensor) else (vars(parameter), _ALIAS)

@@ -1,6 +1,6 @@
 """Parameters of which a rank has a slice: scripts that write into them between steps get values that know it (`slice_values`, beside).
 
-    note_slice(parameter, "layers.0.weight", dim=0)
+    note_slices(model, {"layers.0.weight": 0})
 
     with torch.no_grad(): weight[3] = 0        in code that is neither torch's nor smpc's: SliceValues are asked
     weight.data, weight.grad                   SliceValues, in such code
@@ -12,20 +12,21 @@ Between steps such a parameter has a class of its own (`classes`, beside). Where
 from __future__ import annotations
 
 import functools
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.optim import optimizer
 from torch.utils._pytree import tree_map
-from torch.utils.weak import WeakTensorKeyDictionary
 
-from smpc.nn.script_writes.classes import between_steps
+from smpc.nn.script_writes.classes import after_steps, between_steps
 from smpc.nn.script_writes.data_aliases import CountedParameter, assign_data, read_data
 from smpc.nn.script_writes.slice_values import OfSlice, SliceValues, answer, check_whole, is_script, plain, told
 
-_slices: Any = WeakTensorKeyDictionary()  # parameter: (name, dimension)
+_SLICE_OF = "_smpc_slice_of"  # of a parameter: its name, and the dimension
 _TORCHS: Any = nn.Parameter
 
 
@@ -76,11 +77,22 @@ class SliceParameter(CountedParameter):
             _TORCHS.grad.__set__(self, value)
 
 
-def note_slice(parameter: nn.Parameter, name: str, dim: int) -> None:
-    """This rank has a slice of a parameter along a dimension."""
+def note_slices(model: nn.Module, dims: Mapping[str, int]) -> None:
+    """This rank has slices of these parameters, by name, along these dimensions."""
     _support_foreach()
-    _slices[parameter] = name, dim
-    between_steps(parameter, SliceParameter)
+    paths = {name: name.rpartition(".") for name in dims}
+    places = [(weakref.ref(model.get_submodule(path)), own, name) for name, (path, _, own) in paths.items()]
+
+    def note() -> None:
+        for ref, own, name in places:
+            module = ref()
+            parameter = None if module is None else module._parameters.get(own)
+            if parameter is not None and not isinstance(parameter, DTensor):
+                vars(parameter)[_SLICE_OF] = name, dims[name]
+                between_steps(parameter, SliceParameter)
+
+    note()
+    after_steps(model, note)
 
 
 @functools.cache
@@ -105,7 +117,7 @@ def _seen(parameter: Tensor, alias: Tensor) -> Tensor:
 
 def _known(parameter: Tensor, tensor: Tensor) -> OfSlice | None:
     """What a tensor of the parameter's layout is to know."""
-    found = _slices.get(parameter)
+    found = vars(parameter).get(_SLICE_OF)
     if found is None or type(tensor) is not Tensor or tensor.layout is not torch.strided or tensor.dim() <= found[1]:
         return None
     name, dim = found
