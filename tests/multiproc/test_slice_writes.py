@@ -124,6 +124,22 @@ def refused(parameter, whole):
     torch.testing.assert_close(whole(), before, rtol=0, atol=0)
 
 
+def looks_at(parameter):
+    """What is about the parameter itself, and not its values."""
+    with torch.no_grad():
+        assert not parameter.requires_grad_(False).requires_grad
+        assert parameter.requires_grad_(True) is parameter
+        assert parameter.mul_(1) is parameter
+        handle = parameter.register_hook(lambda grad: grad)
+    assert parameter._backward_hooks
+    handle.remove()
+    assert isinstance(parameter, nn.Parameter)
+    assert parameter.grad is parameter.grad
+    assert parameter in {parameter: 0}
+    (parameter.square().sum() * 0).backward()
+    parameter.grad.detach_()
+
+
 def sharded(rank, folder):
     model = make()
     found = smpc.tensor_parallel.shard(model, {"ids": IDS}, TensorGroup.of(dist.group.WORLD))
@@ -131,6 +147,7 @@ def sharded(rank, folder):
     found(ids=IDS).backward()
     plain = make()
     plain(IDS).backward()
+    looks_at(model.up.weight)
     refused(model.up.weight, found.whole_state_dict)
     wrong = []
     for line in RIGHT:

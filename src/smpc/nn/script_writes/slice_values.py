@@ -38,6 +38,7 @@ from smpc.nn.init.whole_fills import filled_as_whole
 
 _SLICE = "_smpc_slice"
 _OWN = ("torch", "smpc")
+_OF_OBJECT = ("requires_grad_", "retain_grad", "detach_", "backward", "set_data", "is_leaf", "output_nr", "rename_")
 _INDEPENDENT = (
     "copy_", "fill_", "zero_", "masked_fill_", "masked_fill", "clone", "to", "contiguous", "zeros_like", "ones_like", "full_like",
     "empty_like", "type", "float", "double", "half", "bfloat16", "cpu", "cuda", "where",
@@ -97,6 +98,8 @@ def answer(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, A
     """What a script gets of a function of torch's. UsageError for what the module's docstring says."""
     name, named = getattr(func, "__name__", ""), dict(kwargs)
     with torch._C.DisableTorchFunctionSubclass():
+        if not computes(func):
+            return func(*args, **named)
         if _is_writing(name, named):
             return _write(name, func, args, named)
         return _told(name, func, args, named, func(*args, **named))
@@ -192,7 +195,7 @@ def _check_index(of: OfSlice, target: Tensor, index: Any) -> None:
         if not _is_even(target, of):
             raise _uneven("weight[...] = ...", of, target.shape)
         return
-    mark = _mark(of)
+    mark = _mark(of, target.device)
     _view_of(mark, target, of)[plain(index) if isinstance(index, SliceValues) else index] = True
     if not _is_alike(mark, of.dim):
         raise _uneven("weight[...] = ...", of, target.shape)
@@ -201,13 +204,13 @@ def _check_index(of: OfSlice, target: Tensor, index: Any) -> None:
 def _is_even(view: Tensor, of: OfSlice) -> bool:
     if view.numel() == _numel(of.size):
         return True
-    mark = _mark(of)
+    mark = _mark(of, view.device)
     _view_of(mark, view, of).fill_(True)
     return _is_alike(mark, of.dim)
 
 
-def _mark(of: OfSlice) -> Tensor:
-    return torch.empty_strided(of.size, of.stride, dtype=torch.bool).fill_(False)
+def _mark(of: OfSlice, device: torch.device) -> Tensor:
+    return torch.empty_strided(of.size, of.stride, dtype=torch.bool, device=device).fill_(False)
 
 
 def _view_of(mark: Tensor, view: Tensor, of: OfSlice) -> Tensor:
@@ -290,6 +293,17 @@ def _rows_apart(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[s
 @functools.cache
 def _is_elementwise(name: str) -> bool:
     return name in _INDEPENDENT or _operator(name) in _OPERATORS or torch.Tag.pointwise in (_tags(name) or ())
+
+
+def computes(func: Callable[..., Any]) -> bool:
+    """Whether a function of torch's reads or writes values, or makes a view; others are about the tensor object (`register_hook`)."""
+    name = getattr(func, "__name__", "")
+    if name.startswith("__"):
+        return name in ("__get__", "__setitem__", "__getitem__", "__matmul__") or _operator(name) in _OPERATORS
+    tags = _tags(name)
+    if tags is None:
+        return getattr(func, "__module__", None) in ("torch.functional", "torch.nn.functional")
+    return name not in _OF_OBJECT and torch.Tag.inplace_view not in tags
 
 
 def _tags(name: str) -> set[torch.Tag] | None:

@@ -5,7 +5,6 @@
     with torch.no_grad(): weight[3] = 0        in code that is neither torch's nor smpc's: SliceValues are asked
     weight.data, weight.grad                   SliceValues, in such code
 
-
 Between steps such a parameter has a class of its own (`classes`, beside). Where gradients are recorded, it behaves as ever.
 """
 
@@ -24,7 +23,16 @@ from torch.utils._pytree import tree_map
 
 from smpc.nn.script_writes.classes import after_steps, between_steps
 from smpc.nn.script_writes.data_aliases import CountedParameter, assign_data, read_data
-from smpc.nn.script_writes.slice_values import OfSlice, SliceValues, answer, check_whole, is_script, plain, told
+from smpc.nn.script_writes.slice_values import (
+    OfSlice,
+    SliceValues,
+    answer,
+    check_whole,
+    computes,
+    is_script,
+    plain,
+    told,
+)
 
 _SLICE_OF = "_smpc_slice_of"  # of a parameter: its name, and the dimension
 _TORCHS: Any = nn.Parameter
@@ -43,7 +51,8 @@ class SliceParameter(CountedParameter):
     ) -> Any:
         """Of what scripts compute without gradients, and of what they detach, SliceValues decide."""
         name = getattr(func, "__name__", "")
-        if name == "__get__" or (torch.is_grad_enabled() and name != "detach") or not is_script():
+        is_recorded = torch.is_grad_enabled() and name != "detach"
+        if is_recorded or name == "__get__" or not is_script() or not computes(func):
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **(kwargs or {}))
         seen: dict[int, Tensor] = {}  # by id of the alias, the parameter
