@@ -39,6 +39,8 @@ p.data = p.data * 2
 q = p.detach().clone(); q.mul_(3); p.copy_(q)
 p.normal_()
 p.data.uniform_(-1, 1)
+p.add_(torch.randn_like(p), alpha=0.01)
+p.data.mul_(torch.rand_like(p.data))
 torch._foreach_mul_([p, p.data], 0.5)
 p.grad.clamp_(-1e-3, 1e-3); p -= 0.1 * p.grad
 p.grad *= 0.5; p.add_(p.grad, alpha=-0.1)
@@ -82,6 +84,8 @@ REFUSED = {
         p.copy_(torch.nn.functional.normalize(p, dim=0))
         p.copy_(p.softmax(0))
         p.copy_(p.flip(0))
+        p.copy_(torch.nn.functional.dropout(p))
+        p.mul_(torch.bernoulli(torch.full_like(p, 0.5)))
         p.data = p.data / p.data.norm()
         p.grad /= p.grad.norm()
     """,

@@ -120,6 +120,16 @@ def filled_as_whole(original: Callable[..., Any], tensor: Tensor, *args: Any, **
     return True
 
 
+def drawn_as_whole(original: Callable[..., Tensor], tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor | None:
+    """What a function that draws like a tensor gives one process for the whole parameter, cut. None: nothing is known of it."""
+    whole = _found(tensor)
+    if whole is None or whole.cut is None:
+        return None
+    whole.begin()
+    values = original(torch.empty(whole.shape, dtype=tensor.dtype, device=tensor.device), *args, **kwargs)
+    return whole.cut(values).clone()
+
+
 @torch.no_grad()
 def _keep(tensor: Tensor, whole: WholeTensor, values: Tensor) -> None:
     if whole.cut is not None:

@@ -34,7 +34,7 @@ from torch.overrides import handle_torch_function
 from torch.utils._pytree import tree_leaves, tree_map
 
 from smpc.errors import UsageError
-from smpc.nn.init.whole_fills import filled_as_whole
+from smpc.nn.init.whole_fills import drawn_as_whole, filled_as_whole
 
 _SLICE = "_smpc_slice"
 _OWN = ("torch", "smpc")
@@ -102,6 +102,10 @@ def answer(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, A
             return func(*args, **named)
         if _is_writing(name, named):
             return _write(name, func, args, named)
+        like = _of(args[0]) if args and name.endswith("_like") and _draws_by(name) else None
+        drawn = None if like is None else drawn_as_whole(func, *args, **named)
+        if like is not None and drawn is not None:
+            return _marked(drawn, OfSlice.of(like.name, like.dim, drawn))
         return _told(name, func, args, named, func(*args, **named))
 
 
@@ -160,7 +164,7 @@ def _write(name: str, func: Callable[..., Any], args: Sequence[Any], kwargs: dic
     targets, rest = _targets(args, kwargs)
     known = [(target, of) for target in targets if (of := _of(target)) is not None and not of.is_partial]
     for target, of in known:
-        if name in _draws():
+        if _draws_by(name):
             if filled_as_whole(func, target, *args[1:], **kwargs):
                 return target
             raise _uneven(name, of, target.shape)
@@ -254,8 +258,8 @@ def _told(name: str, func: Callable[..., Any], args: Sequence[Any], kwargs: dict
 
 def _rows_apart(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], of: OfSlice) -> bool:
     """Whether a function gives halves of the rows what it gives all of them."""
-    rows, tags = of.size[of.dim], _tags(getattr(func, "__name__", "")) or set()
-    if rows < 2 or torch.Tag.nondeterministic_seeded in tags:
+    rows = of.size[of.dim]
+    if rows < 2 or _draws_by(getattr(func, "__name__", "")):
         return False
 
     def part(value: Any, start: int, length: int) -> Any:
@@ -322,10 +326,8 @@ def _operator(name: str) -> str:
 
 
 @functools.cache
-def _draws() -> frozenset[str]:
-    """In-place methods that draw."""
-    names = (name for name in dir(Tensor) if name.endswith("_") and not name.startswith("_"))
-    return frozenset(name for name in names if torch.Tag.nondeterministic_seeded in (_tags(name) or ()))
+def _draws_by(name: str) -> bool:
+    return torch.Tag.nondeterministic_seeded in (_tags(name) or ())
 
 
 _OPERATORS = (
