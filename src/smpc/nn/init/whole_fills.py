@@ -12,8 +12,8 @@ no rank would say so. The ranks of a group must call it alike; they draw as thei
 (`init.normal_(weight.data[:3])`) are a UsageError.
 
 torch is changed when the first finder is noted, and stays so: other tensors are left to it. Its functions themselves are changed, so that
-also names that were imported earlier come to this. What tensors' own methods draw (`weight.data.normal_()`) is drawn for what this rank
-has: recordings and overrides know these methods by their identity.
+also names that were imported earlier come to this. Tensors' own methods that draw (`weight.data.normal_()`) are left alone, as recordings
+and overrides know them by their identity; `smpc.nn.script_writes` has classes of tensors for it.
 """
 
 from __future__ import annotations

@@ -22,6 +22,9 @@ from torch import nn
 
 _KIND = "_smpc_between_steps"  # of a parameter: its class then
 _is_plain: ContextVar[bool] = ContextVar("smpc_parameters_are_plain", default=False)
+_known: weakref.WeakKeyDictionary[nn.Module, list[nn.Parameter]] = (
+    weakref.WeakKeyDictionary()
+)  # until others are noticed
 _noting: weakref.WeakKeyDictionary[nn.Module, list[Callable[[], None]]] = weakref.WeakKeyDictionary()
 
 
@@ -42,10 +45,13 @@ class NoticedParameter(nn.Parameter):
 
 def between_steps(parameter: nn.Parameter, kind: type[NoticedParameter]) -> None:
     """Have a parameter be of a class outside of `plain_parameters`. One that others hold, or that is in parts, stays what it is."""
-    if _is_ordinary(parameter) and issubclass(kind, vars(parameter).get(_KIND, NoticedParameter)):
-        vars(parameter)[_KIND] = kind
-        if not _is_plain.get():
-            parameter.__class__ = kind
+    known = vars(parameter).get(_KIND, NoticedParameter)
+    if known is kind or not _is_ordinary(parameter) or not issubclass(kind, known):
+        return
+    vars(parameter)[_KIND] = kind
+    _known.clear()
+    if not _is_plain.get():
+        parameter.__class__ = kind
 
 
 def after_steps(model: nn.Module, note: Callable[[], None]) -> None:
@@ -60,7 +66,7 @@ def plain_parameters(model: nn.Module) -> Iterator[None]:
         yield
         return
     token = _is_plain.set(True)
-    for parameter in model.parameters():
+    for parameter in _noticed_in(model):
         if isinstance(parameter, NoticedParameter):
             parameter.__class__ = nn.Parameter  # type: ignore[assignment]
     try:
@@ -69,10 +75,15 @@ def plain_parameters(model: nn.Module) -> Iterator[None]:
         for note in _noting.get(model, ()):
             note()
         _is_plain.reset(token)
-        for parameter in model.parameters():
-            kind = vars(parameter).get(_KIND)
-            if kind is not None and _is_ordinary(parameter):
-                parameter.__class__ = kind
+        for parameter in _noticed_in(model):
+            if type(parameter) is nn.Parameter and _KIND in vars(parameter):
+                parameter.__class__ = vars(parameter)[_KIND]
+
+
+def _noticed_in(model: nn.Module) -> list[nn.Parameter]:
+    if model not in _known:
+        _known[model] = [each for each in model.parameters() if _KIND in vars(each)]
+    return _known[model]
 
 
 def are_noticed(model: nn.Module) -> bool:
