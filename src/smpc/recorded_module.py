@@ -6,6 +6,7 @@ evaluation mode.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
@@ -25,6 +26,7 @@ from smpc.compile.passes import plan_trace, write_programs
 from smpc.compile.result import Traced
 from smpc.errors import ConfigError, StepError, UsageError
 from smpc.hooks_on_outputs import copied_outputs, without_gradient
+from smpc.nn.script_writes.classes import are_noticed, plain_parameters
 from smpc.sample_inputs import as_inputs
 from smpc.tracer.attempt import RecordingRequest
 from smpc.tracer.constants import Ref, TraceDevice, map_references
@@ -101,6 +103,10 @@ class RecordedModule(nn.Module, ABC):
         Raises TraceError for inputs of another signature than the sample's, StepError for a model that has changed since it was
         sharded.
         """
+        with plain_parameters(self.model) if are_noticed(self.model) else contextlib.nullcontext():
+            return self._run(args, kwargs)
+
+    def _run(self, args: Any, kwargs: Any) -> Any:
         program = self._program_of_now()
         self._check_model(program)
         values = input_values(program.trace, args, kwargs)

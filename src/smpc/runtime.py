@@ -49,6 +49,8 @@ from smpc.executor.replicas.fully_shard import StageShards
 from smpc.executor.replicas.group_hooks import StepHooks, innermost
 from smpc.executor.transport import Transport, loopback_transports
 from smpc.hooks_on_outputs import copied_outputs, without_gradient
+from smpc.nn.init.sliced_models import note_parts
+from smpc.nn.script_writes.classes import plain_parameters
 from smpc.observe.observer import Observer, RankRecord, StepCallback, StepWatch, batch_of
 from smpc.observe.window import Window
 from smpc.optimizers.torch_patches import check_optimizers, refuse_norms, refuse_scaling
@@ -296,7 +298,8 @@ class Runtime:
         observer = self._observer
         is_told = self._others is not None and programs.num_ranks > 1
         told = told_to_peers(self._name, self._rank, interpreter.close) if is_told else contextlib.nullcontext()
-        with told, observer.step(() if observer.is_idle else _tensors_to_runtime(inputs)) as watch:
+        sliced = plain_parameters(self._model) if GROUP in vars(self._model) else contextlib.nullcontext()
+        with told, sliced, observer.step(() if observer.is_idle else _tensors_to_runtime(inputs)) as watch:
             if self._others is not None:
                 self._others.check_program(program)
             if watch.is_wanted:
@@ -371,6 +374,7 @@ class Runtime:
             self._hooks = self._make_hooks(stages)
             self._shards = _shards_of(self._hooks)
             if self._shards is not None:
+                note_parts()
                 exchange(self._model, self._shards.exchanged)
         return self._hooks
 

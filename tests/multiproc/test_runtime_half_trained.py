@@ -83,10 +83,16 @@ def plain(steps):
     return model
 
 
+def twice(x: torch.Tensor):
+    return x * 2
+
+
 def refused(script, shadow, folder):
     """Lines that need values of other ranks."""
     model, other, real = script.model, script.others()[0], torch.ones(2)
     buffers = [b for b in model.buffers() if b.is_floating_point()]
+    with pytest.warns(DeprecationWarning, match="deprecated"):
+        scripted = torch.jit.script(twice)
     return [
         lambda: model(X),
         lambda: sum(p.norm() for p in model.parameters()),
@@ -100,6 +106,12 @@ def refused(script, shadow, folder):
         lambda: sum(b.sum() for b in buffers),
         lambda: other.detach().cpu().numpy(),
         lambda: other.data.tolist(),
+        lambda: dist.all_reduce(other.data),
+        lambda: dist.all_gather([torch.empty_like(real) for _ in range(2)], other),
+        lambda: dist.all_gather_into_tensor(torch.empty(2 * other.numel()), other.data.view(-1)),
+        lambda: dist.reduce_scatter_tensor(real, other),
+        lambda: scripted(other),
+        lambda: scripted(x=other),
         lambda: other.data_ptr(),
         lambda: real.copy_(other.data[0]),
         lambda: torch.save(dict(model.named_parameters()), folder / "parameters.pt"),

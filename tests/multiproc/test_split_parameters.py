@@ -54,14 +54,14 @@ def clipped_steps(model, clip):
 
 
 def scaled_steps(model, poisons):
-    """Scales after each step. `poisons`: whether this process makes an element of a gradient of the second step infinite."""
+    """Scales after each step. `poisons`: whether this process makes a gradient of the second step infinite."""
     optimizer, scales = torch.optim.SGD(model.parameters(), lr=0.1), []
     scaler = torch.amp.GradScaler("cpu", init_scale=64.0, growth_interval=2)
     for step in range(STEPS):
         optimizer.zero_grad()
         scaler.scale(loss_of(model, step)).backward()
         if poisons and step == 1:
-            next(p for n, p in model.named_parameters() if n.endswith("up.weight")).grad[-1, -1] = float("inf")
+            next(p for n, p in model.named_parameters() if n.endswith("up.weight")).grad.fill_(float("inf"))
         scaler.step(optimizer)
         scaler.update()
         scales.append(scaler.get_scale())

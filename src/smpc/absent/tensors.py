@@ -37,6 +37,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from smpc.absent.unasked import refuse_unasked
 from smpc.errors import UsageError
 from smpc.nn.init.whole_fills import WholeTensor, fill_whole
 
@@ -160,6 +161,7 @@ def mark(tensor: Tensor, place: AbsentPlace) -> None:
 @functools.cache
 def _fill_absent() -> None:
     fill_whole(_whole_of)
+    refuse_unasked(Absent, lambda what, tensor: place_of([tensor]).refuse(what))
 
 
 def unmark(tensor: Tensor) -> None:

@@ -11,13 +11,15 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 
-from smpc.codegen.rewrite.tensor_parallel.layouts import REPLICATED, Layout
+from smpc.codegen.rewrite.tensor_parallel.layouts import REPLICATED, Layout, LayoutKind
 from smpc.errors import UsageError
 from smpc.executor.collectives import TensorGroup
 from smpc.executor.draws import draw_as_first
 from smpc.executor.sharded_state import slice_of
 from smpc.nn.init.whole_fills import WholeTensor, fill_whole
 from smpc.nn.parallel import DistributedModule, own_part_of, whole_shape
+from smpc.nn.script_writes.parts import write_parts_as_wholes
+from smpc.nn.script_writes.slices import note_slices
 from smpc.sharding.tensors import local, own_part_of_sharded, sharded_like
 
 ShapeOf = Callable[[str, Tensor], tuple[torch.Size, bool]]
@@ -42,6 +44,10 @@ def note_sliced(
         return WholeTensor(torch.Size(layout.whole_shape(shape, group.size)), cut if has_part else None)
 
     _note(model, whole_of, group)
+    names = [name for name, _ in model.named_parameters(remove_duplicate=False)]
+    if group.size > 1:
+        sliced = {name: layouts[name] for name in names if name in layouts}
+        note_slices(model, {name: each.dim for name, each in sliced.items() if each.kind is LayoutKind.SHARDED})
 
 
 def note_distributed(model: nn.Module, group: TensorGroup) -> None:
@@ -60,11 +66,16 @@ def note_distributed(model: nn.Module, group: TensorGroup) -> None:
         return WholeTensor(torch.Size(whole_shape(tensor, shard)), cut)
 
     _note(model, whole_of, group)
+    if group.size > 1:
+        owners = ((prefix, each) for prefix, each in model.named_modules() if isinstance(each, DistributedModule))
+        shards = {f"{prefix}.{own}".lstrip("."): shard for prefix, each in owners for own, shard in each.shards.items()}
+        note_slices(model, {name: shard.dim for name, shard in shards.items()})
 
 
 @functools.cache
 def note_parts() -> None:
-    """Of parameters that `fully_shard` has divided ranks have parts, DTensors; what knows more of one comes first."""
+    """Of parameters that `fully_shard` has divided ranks have parts, DTensors; what knows more of one comes first. What scripts write into
+    parts is written as into wholes (`smpc.nn.script_writes.parts`)."""
 
     def find(tensor: Tensor) -> WholeTensor | None:
         if not isinstance(tensor, DTensor) or not any(isinstance(place, Shard) for place in tensor.placements):
@@ -78,6 +89,7 @@ def note_parts() -> None:
         return WholeTensor(tensor.shape, lambda whole: _own_part(tensor, whole), begin)
 
     fill_whole(find, comes_last=True)
+    write_parts_as_wholes()
 
 
 def _note(model: nn.Module, whole_of: Callable[[str, Tensor], WholeTensor | None], group: TensorGroup) -> None:

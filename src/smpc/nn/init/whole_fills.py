@@ -12,8 +12,8 @@ no rank would say so. The ranks of a group must call it alike; they draw as thei
 (`init.normal_(weight.data[:3])`) are a UsageError.
 
 torch is changed when the first finder is noted, and stays so: other tensors are left to it. Its functions themselves are changed, so that
-also names that were imported earlier come to this. What tensors' own methods draw (`weight.data.normal_()`) is drawn for what this rank
-has: recordings and overrides know these methods by their identity.
+also names that were imported earlier come to this. Tensors' own methods that draw (`weight.data.normal_()`) are left alone, as recordings
+and overrides know them by their identity; `smpc.nn.script_writes` has classes of tensors for it.
 """
 
 from __future__ import annotations
@@ -81,13 +81,13 @@ def _found(tensor: Any) -> WholeTensor | None:
 @functools.cache
 def _patch_init() -> None:
     for name in _FILLS:
-        _change(vars(init)[name], _filling)
-    _change(init._calculate_fan_in_and_fan_out, _of_whole)
-    _change(init._calculate_correct_fan, _of_whole)
-    _change(nn.Embedding._fill_padding_idx_with_zero, _padding)
+        change_function(vars(init)[name], _filling)
+    change_function(init._calculate_fan_in_and_fan_out, _of_whole)
+    change_function(init._calculate_correct_fan, _of_whole)
+    change_function(nn.Embedding._fill_padding_idx_with_zero, _padding)
 
 
-def _change(function: Any, make: Callable[[Any], Callable[..., Any]]) -> None:
+def change_function(function: Any, make: Callable[[Any], Callable[..., Any]]) -> None:
     """Have a function of Python do what `make` makes of what it has done, under every name that it has been given."""
     original = FunctionType(function.__code__, function.__globals__, function.__name__, function.__defaults__)
     original.__kwdefaults__ = function.__kwdefaults__
@@ -102,16 +102,32 @@ def _changed(*args: Any, _smpc_made: Callable[..., Any], **kwargs: Any) -> Any:
 def _filling(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
     @functools.wraps(original)
     def fill(tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        whole = _found(tensor)
-        if whole is None:
-            return original(tensor, *args, **kwargs)
-        whole.begin()
-        values = torch.empty(whole.shape, dtype=tensor.dtype, device=tensor.device)
-        original(values, *args, **kwargs)
-        _keep(tensor, whole, values)
-        return tensor
+        is_filled = filled_as_whole(original, tensor, *args, **kwargs)
+        return tensor if is_filled else original(tensor, *args, **kwargs)
 
     return fill
+
+
+def filled_as_whole(original: Callable[..., Any], tensor: Tensor, *args: Any, **kwargs: Any) -> bool:
+    """Have a function fill a parameter as one process has it. False: nothing is known of it, and nothing was done."""
+    whole = _found(tensor)
+    if whole is None:
+        return False
+    whole.begin()
+    values = torch.empty(whole.shape, dtype=tensor.dtype, device=tensor.device)
+    original(values, *args, **kwargs)
+    _keep(tensor, whole, values)
+    return True
+
+
+def drawn_as_whole(original: Callable[..., Tensor], tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor | None:
+    """What a function that draws like a tensor gives one process for the whole parameter, cut. None: nothing is known of it."""
+    whole = _found(tensor)
+    if whole is None or whole.cut is None:
+        return None
+    whole.begin()
+    values = original(torch.empty(whole.shape, dtype=tensor.dtype, device=tensor.device), *args, **kwargs)
+    return whole.cut(values).clone()
 
 
 @torch.no_grad()

@@ -319,7 +319,8 @@ class DistributedModel(ShownModel, TensorParallelModel, ObservedModel, NotWrappe
         half = self._context.precision.dtype
         if half is not None:
             args, kwargs = cast_inputs((args, kwargs), half)
-        output = calls.forward(args, kwargs)
+        with self._context.ordinary():
+            output = calls.forward(args, kwargs)
         if half is not None:
             output = cast_outputs(output, half)
         if self._context.outputs is not None:
@@ -358,9 +359,11 @@ class DistributedModel(ShownModel, TensorParallelModel, ObservedModel, NotWrappe
         """Parameters that have replaced others, as `fully_shard` makes them."""
         return self._replication.exchanged
 
-    def optimizer_step(self) -> contextlib.AbstractContextManager[None]:
+    @contextlib.contextmanager
+    def optimizer_step(self) -> Iterator[None]:
         """Around the optimizer's step; DistributedOptimizer calls it."""
-        return self._context.observer.optimizer_step()
+        with self._context.ordinary(), self._context.observer.optimizer_step():
+            yield
 
     def compile(self, *args: Any, **kwargs: Any) -> None:
         """Compile the stages, or the module without a pipeline, with torch.compile's arguments. Before the first step."""

@@ -80,6 +80,7 @@ from torch.optim import Optimizer
 
 from smpc.mesh import Axis
 from smpc.nn.parallel import ParameterSlice
+from smpc.nn.script_writes.data_aliases import data_version, watch_data
 from smpc.sharding.tensors import local
 from smpc.v1.session.process_state import Session, state
 
@@ -119,15 +120,16 @@ class _UpdatePart:
     parameter: Tensor
     part: nn.Parameter
     range: Range
-    seen: int
+    seen: tuple[int, int]  # counters of the parameter and of its `data`
 
     def refresh(self) -> None:
         rows = self.range.of(self.parameter.detach())
         if rows.data_ptr() != self.part.data_ptr() or rows.device != self.part.device:
             self.part.data = rows  # somebody has given the parameter other memory
-        if self.parameter._version != self.seen and self.part._version != self.parameter._version:
+        now = self.parameter._version, data_version(self.parameter)
+        if now != self.seen and (self.part._version != now[0] or now[1] != self.seen[1]):
             torch.autograd.graph.increment_version(self.part)  # after that they no longer count together
-        self.seen = self.parameter._version
+        self.seen = now
         if self.part.requires_grad != self.parameter.requires_grad:
             self.part.requires_grad_(self.parameter.requires_grad)
 
@@ -150,7 +152,9 @@ class OwnParts:
             return parameter
         part = nn.Parameter(own.of(parameter.detach()), requires_grad=parameter.requires_grad)
         part.grad_dtype = parameter.grad_dtype  # gradients may be wider
-        self._parts[id(parameter)] = _UpdatePart(parameter, part, own, parameter._version)
+        if parameter.dtype.itemsize < 4:  # it has a master
+            watch_data(parameter)
+        self._parts[id(parameter)] = _UpdatePart(parameter, part, own, (parameter._version, data_version(parameter)))
         self._parameters[id(part)] = parameter
         if parameter in optimizer.state:
             optimizer.state[part] = {

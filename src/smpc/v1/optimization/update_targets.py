@@ -21,7 +21,8 @@ fp32 masters: an optimizer updates them instead of half-precision parameters, wh
 
 A master differs from its parameter by less than the parameter's precision. If an element differs by more, somebody has written into
 the parameter, and the master takes the written value; other elements keep their bits. So it does not matter whether the parameters or
-the masters of a checkpoint are loaded first. The parameter's version counter shows, at no cost, whether anything was written.
+the masters of a checkpoint are loaded first. Version counters, of the parameter and of its `data`, show at no cost whether anything was
+written.
 
 A parameter that is sharded over the replicas (`fully_shard`) has a sharded master, and each rank works on its part.
 """
@@ -41,6 +42,7 @@ from torch.optim import Optimizer
 
 from smpc.errors import UsageError
 from smpc.mesh import Axis
+from smpc.nn.script_writes.data_aliases import data_version, watch_data
 from smpc.optimizers import elementwise
 from smpc.sharding.tensors import local, updating_parts
 from smpc.v1.model.distributed_model import DistributedModel
@@ -52,12 +54,12 @@ from smpc.v1.optimization.sharded_optimizer_state import AssignedParameter, OwnP
 class _Pair:
     parameter: Tensor
     master: nn.Parameter
-    seen: tuple[int, int, int] = (-1, -1, -1)
+    seen: tuple[int, ...] = ()
 
-    def state(self) -> tuple[int, int, int]:
+    def state(self) -> tuple[int, ...]:
         """A value that changes when the parameter, or this rank's part of it, is written or gets other memory."""
         own = local(self.parameter)
-        return self.parameter._version, own._version, own.data_ptr()
+        return self.parameter._version, own._version, data_version(self.parameter), own.data_ptr()
 
 
 class Masters:
@@ -82,6 +84,7 @@ class Masters:
     def _place(self, optimizer: Optimizer, parameter: Tensor) -> nn.Parameter:
         dtype = torch.promote_types(parameter.dtype, torch.float32)
         master = nn.Parameter(parameter.detach().to(dtype, copy=True))
+        watch_data(parameter)
         pair = self._pairs[id(parameter)] = _Pair(parameter, master)
         pair.seen = pair.state()
         self._parameters[id(master)] = parameter

@@ -21,7 +21,9 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -29,6 +31,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from smpc.executor.failure.start import StartPhase
+from smpc.nn.script_writes.classes import plain_parameters
 from smpc.observe.observer import Observer
 from smpc.sharding.tensors import local
 from smpc.v1.layout.compiled_tensors import CompiledTensors
@@ -156,7 +159,8 @@ class Measures:
 @dataclass(slots=True)
 class StepContext:
     """The context of one model. `tensors`: None unless the compiler splits tensors over ranks. `sequences`: None unless ranks
-    share sequences. `experts`: None unless ranks divide them. `join`: the enclosing `join`, if any."""
+    share sequences. `experts`: None unless ranks divide them. `join`: the enclosing `join`, if any. Between steps, slices and what
+    has masters notices what scripts write; in `ordinary()` all are ordinary."""
 
     module: nn.Module
     session: Session
@@ -177,6 +181,11 @@ class StepContext:
     calls: ModelCalls | None = None
     outputs: KeptOutputs | None = None  # where it is asked
     join: Join | None = None
+    ordinary: Callable[[], AbstractContextManager[None]] = nullcontext
+
+    def __post_init__(self) -> None:
+        is_noticed = self.session.mesh.tp_size > 1 or self.precision.dtype is not None
+        self.ordinary = partial(plain_parameters, self.module) if is_noticed else nullcontext
 
     @property
     def has_program(self) -> bool:

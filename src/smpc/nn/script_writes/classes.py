@@ -1,0 +1,95 @@
+"""Classes that parameters have between steps, so that what scripts do with them is noticed.
+
+    between_steps(parameter, CountedParameter)      in place, from now on
+    with plain_parameters(model): ...               what runs, records or updates the model: ordinary parameters
+    after_steps(model, note)                        `note()` at the end of each, as parameters may have been exchanged for others
+
+Recordings, torch.compile and optimizers see ordinary parameters, and steps take no longer. A class goes before its bases. Nothing
+here has weak references to parameters, with which torch could not swap them.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any
+
+import torch
+from torch import nn
+
+_KIND = "_smpc_between_steps"  # of a parameter: its class then
+_is_plain: ContextVar[bool] = ContextVar("smpc_parameters_are_plain", default=False)
+_known: weakref.WeakKeyDictionary[nn.Module, list[nn.Parameter]] = (
+    weakref.WeakKeyDictionary()
+)  # until others are noticed
+_noting: weakref.WeakKeyDictionary[nn.Module, list[Callable[[], None]]] = weakref.WeakKeyDictionary()
+
+
+class NoticedParameter(nn.Parameter):
+    """The base of such classes. Copies and files have ordinary parameters."""
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
+        if id(self) not in memo:
+            with torch._C.DisableTorchFunctionSubclass():
+                memo[id(self)] = nn.Parameter(self.detach().clone(), self.requires_grad)
+        copied: nn.Parameter = memo[id(self)]
+        return copied
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        with torch._C.DisableTorchFunctionSubclass():
+            return torch._utils._rebuild_parameter, (self.detach(), self.requires_grad, OrderedDict())
+
+
+def between_steps(parameter: nn.Parameter, kind: type[NoticedParameter]) -> None:
+    """Have a parameter be of a class outside of `plain_parameters`. One that others hold, or that is in parts, stays what it is."""
+    known = vars(parameter).get(_KIND, NoticedParameter)
+    if known is kind or not _is_ordinary(parameter) or not issubclass(kind, known):
+        return
+    vars(parameter)[_KIND] = kind
+    _known.clear()
+    if not _is_plain.get():
+        parameter.__class__ = kind
+
+
+def after_steps(model: nn.Module, note: Callable[[], None]) -> None:
+    """See above."""
+    _noting.setdefault(model, []).append(note)
+
+
+@contextmanager
+def plain_parameters(model: nn.Module) -> Iterator[None]:
+    """In this context the model's parameters are ordinary ones. What is noticed in it begins after it."""
+    if _is_plain.get():
+        yield
+        return
+    token = _is_plain.set(True)
+    for parameter in _noticed_in(model):
+        if isinstance(parameter, NoticedParameter):
+            parameter.__class__ = nn.Parameter  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        for note in _noting.get(model, ()):
+            note()
+        _is_plain.reset(token)
+        for parameter in _noticed_in(model):
+            if type(parameter) is nn.Parameter and _KIND in vars(parameter):
+                parameter.__class__ = vars(parameter)[_KIND]
+
+
+def _noticed_in(model: nn.Module) -> list[nn.Parameter]:
+    if model not in _known:
+        _known[model] = [each for each in model.parameters() if _KIND in vars(each)]
+    return _known[model]
+
+
+def are_noticed(model: nn.Module) -> bool:
+    """Whether `plain_parameters` may change something."""
+    return model in _noting
+
+
+def _is_ordinary(parameter: nn.Parameter) -> bool:
+    return type(parameter) is nn.Parameter or isinstance(parameter, NoticedParameter)

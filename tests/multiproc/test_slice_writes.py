@@ -1,0 +1,235 @@
+"""What scripts write between steps into slices of parameters: what one process writes into the whole, or an error that writes nothing."""
+
+import copy
+import io
+import re
+
+import pytest
+import torch
+import torch.distributed as dist
+from executor_harness import run_workers
+from torch import nn
+
+import smpc.tensor_parallel
+import smpc.v1 as smp
+from smpc.errors import UsageError
+from smpc.executor.collectives import TensorGroup
+
+IDS = (torch.arange(32) % 10).view(4, 8)
+ROWS = torch.tensor([1, 4, 5])
+RIGHT = """
+p.data.mul_(0.9)
+p.data.clamp_(-0.05, 0.05)
+p *= 0.5
+p.lerp_(torch.zeros_like(p), 0.3)
+p.data[:, 2] = 0
+p[:, 2].zero_()
+p.data[..., 3].add_(1)
+p.t()[2].zero_()
+p.data[:, 2] -= p.data[:, 3]
+p.data[:, cols] = 1.5
+p.index_fill_(1, cols, 2.0)
+p.data[p.data.abs() < 0.05] = 0
+p.masked_fill_(p.abs() < 0.05, 0)
+p.data *= p.data.abs() > 0.05
+p.data /= p.data.norm(dim=1, keepdim=True)
+p.copy_(p.softmax(1))
+p.copy_(torch.nn.functional.normalize(p, dim=1))
+p.data = p.data * 2
+q = p.detach().clone(); q.mul_(3); p.copy_(q)
+p.normal_()
+p.data.uniform_(-1, 1)
+p.add_(torch.randn_like(p), alpha=0.01)
+p.data.mul_(torch.rand_like(p.data))
+torch._foreach_mul_([p, p.data], 0.5)
+p.grad.clamp_(-1e-3, 1e-3); p -= 0.1 * p.grad
+p.grad *= 0.5; p.add_(p.grad, alpha=-0.1)
+""".strip().splitlines()
+REFUSED = {
+    "does the same to each": """
+        p.data[3].zero_()
+        p.data[3] = 0
+        p[3] = 0
+        p[3, 2] = 0
+        p[3:5].mul_(2)
+        p.data[rows] = 0
+        p.narrow(0, 2, 5).zero_()
+        p.t()[:, 3].zero_()
+        p.view(-1)[5] = 0
+        p.view(-1)[5:17].zero_()
+        p.diagonal().zero_()
+        p.index_fill_(0, rows, 0.0)
+        p.index_add_(0, rows, torch.ones(3, 64))
+        p.data.tril_()
+        p.copy_(p.data).cumsum_(0)
+        torch._foreach_zero_([p[3]])
+        p.grad[3] = 0
+        p.grad.data[3].zero_()
+        p.grad.index_fill_(0, rows, 0)
+    """,
+    "random numbers for all of a parameter": """
+        p.data[8:].normal_()
+        p.data[:, 8:].uniform_()
+    """,
+    "this rank's slice of .* alone": """
+        p.data /= p.data.norm()
+        p.div_(p.norm())
+        p.div_(torch.linalg.vector_norm(p))
+        p.mul_(p.abs().mean() + 1)
+        p.data.sub_(p.data.mean(0))
+        p.sub_(p[0])
+        p.data[:] = p.data.max()
+        p.masked_fill_(p.abs() < p.abs().flatten().topk(20).values[-1], 0)
+        p.data *= p.data.abs() > p.data.abs().median()
+        p.copy_(torch.nn.functional.normalize(p, dim=0))
+        p.copy_(p.softmax(0))
+        p.copy_(p.flip(0))
+        p.copy_(torch.nn.functional.dropout(p))
+        p.mul_(torch.bernoulli(torch.full_like(p, 0.5)))
+        p.data = p.data / p.data.norm()
+        p.grad /= p.grad.norm()
+    """,
+}  # fmt: skip
+
+
+class Layers(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed, self.up, self.down = nn.Embedding(10, 64), nn.Linear(64, 256), nn.Linear(256, 64)
+
+    def forward(self, ids):
+        x = self.embed(ids)
+        return (x + self.down(torch.tanh(self.up(x)))).square().mean()
+
+
+def make():
+    torch.manual_seed(0)
+    return Layers()
+
+
+def run(line, parameter):
+    torch.manual_seed(5)
+    with torch.no_grad():
+        exec(line, {"p": parameter, "torch": torch, "rows": ROWS, "cols": ROWS})
+
+
+def refused(parameter, whole):
+    """Lines that are no error, or not the right one."""
+    wrong, before = [], whole()
+    for match, lines in REFUSED.items():
+        for line in map(str.strip, lines.strip().splitlines()):
+            try:
+                run(line, parameter)
+                wrong.append(line)
+            except UsageError as error:
+                if "up.weight" not in str(error) or not re.search(match, str(error)):
+                    wrong.append(f"{line}: {error}")
+    assert not wrong, wrong
+    torch.testing.assert_close(whole(), before, rtol=0, atol=0)
+
+
+def looks_at(parameter):
+    """What is about the parameter itself, and not its values."""
+    with torch.no_grad():
+        assert not parameter.requires_grad_(False).requires_grad
+        assert parameter.requires_grad_(True) is parameter
+        assert parameter.mul_(1) is parameter
+        handle = parameter.register_hook(lambda grad: grad)
+    assert parameter._backward_hooks
+    handle.remove()
+    assert isinstance(parameter, nn.Parameter)
+    assert parameter.grad is parameter.grad
+    assert parameter in {parameter: 0}
+    (parameter.square().sum() * 0).backward()
+    parameter.grad.detach_()
+
+
+def sharded(rank, folder):
+    model = make()
+    found = smpc.tensor_parallel.shard(model, {"ids": IDS}, TensorGroup.of(dist.group.WORLD))
+    assert found.layouts["up.weight"].dim == 0
+    found(ids=IDS).backward()
+    plain = make()
+    plain(IDS).backward()
+    looks_at(model.up.weight)
+    refused(model.up.weight, found.whole_state_dict)
+    wrong = []
+    for line in RIGHT:
+        run(line, model.up.weight)
+        run(line, plain.up.weight)
+        whole = found.whole_state_dict()["up.weight"]
+        if not torch.allclose(whole, plain.up.weight, rtol=1e-4, atol=1e-6):
+            wrong.append(line)
+            break
+    torch.testing.assert_close(found(ids=IDS), plain(IDS), rtol=1e-4, atol=1e-6)
+    return wrong
+
+
+def test_writes_into_slices_are_those_of_one_process_or_errors(tmp_path):
+    """They went into other rows of each rank's slice, and scaled by its norm, without a word."""
+    assert run_workers(sharded, 2, tmp_path) == [[]] * 2
+
+
+@smp.step
+def step(model, ids):
+    loss = model(ids)
+    model.backward(loss)
+
+
+def train(rank, folder, config):
+    """Clipping, decay and updates by hand, beside an optimizer, an average of weights, and what else looks at parameters."""
+    smp.init({"microbatches": 2, "ddp": True, "tensor_parallel_degree": 2, **config})
+    with smp.tensor_parallelism("tensor_parallel_plan" not in config):
+        model = make()
+    model = smp.DistributedModel(model)
+    optimizer = smp.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=5.0))
+    average = None
+    for _ in range(3):
+        optimizer.zero_grad()
+        step(model, IDS)
+        with torch.no_grad():
+            for parameter in model.local_parameters():
+                parameter.grad.clamp_(-1e-3, 1e-3)
+        optimizer.step()
+        with torch.no_grad():
+            own = list(model.local_parameters())
+            average = average or [each.detach().clone() for each in own]
+            for ours, parameter in zip(average, own, strict=True):
+                parameter.data.clamp_(-0.2, 0.2)
+                ours.lerp_(parameter, 0.5)
+                parameter.copy_(ours)
+        file = io.BytesIO()
+        torch.save([own[0].data, copy.deepcopy(own[0])], file)
+        file.seek(0)
+        assert all(type(each) in (torch.Tensor, nn.Parameter) for each in torch.load(file))
+    state = model.state_dict()
+    weight = next(p for name, p in model.local_named_parameters() if name.endswith("up.weight"))
+    with pytest.raises(UsageError, match="does the same to each of the"):
+        weight.data[3, 3] = 0.5
+    smp.shutdown()
+    return state
+
+
+AUTO = {"tensor_parallel_plan": "auto", "prescaled_batch": True}
+
+
+@pytest.mark.parametrize("config", [AUTO, {"prescaled_batch": True}, AUTO | {"shard_optimizer_state": True}])
+def test_scripts_that_write_elementwise_train_as_in_one_process(tmp_path, config):
+    plain = make()
+    optimizer = torch.optim.SGD(plain.parameters(), lr=5.0)
+    average = None
+    for _ in range(3):
+        optimizer.zero_grad()
+        for ids in IDS.chunk(2):
+            (plain(ids) / 2).backward()
+        for parameter in plain.parameters():
+            parameter.grad.clamp_(-1e-3, 1e-3)
+        optimizer.step()
+        average = average or [each.detach().clone() for each in plain.parameters()]
+        with torch.no_grad():
+            for ours, parameter in zip(average, plain.parameters(), strict=True):
+                ours.lerp_(parameter.clamp_(-0.2, 0.2), 0.5)
+                parameter.copy_(ours)
+    for state in run_workers(train, 2, tmp_path, config):
+        for name, value in plain.state_dict().items():
+            torch.testing.assert_close(state[name], value, rtol=1e-4, atol=1e-5)
