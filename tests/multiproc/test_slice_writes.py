@@ -44,6 +44,13 @@ p.data.mul_(torch.rand_like(p.data))
 torch._foreach_mul_([p, p.data], 0.5)
 p.grad.clamp_(-1e-3, 1e-3); p -= 0.1 * p.grad
 p.grad *= 0.5; p.add_(p.grad, alpha=-0.1)
+p.data.reshape(-1).sub_(0.1 * p.grad.reshape(-1))
+p.add_(torch.randn_like(p.grad), alpha=0.01)
+p.grad.add_(p.grad.clone().normal_(), alpha=0.01); p.sub_(p.grad)
+torch._foreach_addcdiv_([p], [p.grad], torch._foreach_add(torch._foreach_sqrt([p.abs()]), 1), -0.1)
+p.data = torch.nn.Parameter(p.data * 0.9).data
+p.mul_(0.9); f"{p.norm():.3f}"
+norm = p.square().sum(); total(norm); p.div_(norm.sqrt())
 """.strip().splitlines()
 REFUSED = {
     "does the same to each": """
@@ -88,6 +95,9 @@ REFUSED = {
         p.mul_(torch.bernoulli(torch.full_like(p, 0.5)))
         p.data = p.data / p.data.norm()
         p.grad /= p.grad.norm()
+        p.data = torch.nn.Parameter(p.data / p.data.norm()).data
+        p.sub_((2 * p.grad.reshape(-1))[:64])
+        torch._foreach_div_([p], torch._foreach_norm([p]))
     """,
 }  # fmt: skip
 
@@ -107,10 +117,10 @@ def make():
     return Layers()
 
 
-def run(line, parameter):
+def run(line, parameter, total=None):
     torch.manual_seed(5)
     with torch.no_grad():
-        exec(line, {"p": parameter, "torch": torch, "rows": ROWS, "cols": ROWS})
+        exec(line, {"p": parameter, "torch": torch, "rows": ROWS, "cols": ROWS, "total": total})
 
 
 def refused(parameter, whole):
@@ -155,8 +165,8 @@ def sharded(rank, folder):
     refused(model.up.weight, found.whole_state_dict)
     wrong = []
     for line in RIGHT:
-        run(line, model.up.weight)
-        run(line, plain.up.weight)
+        run(line, model.up.weight, dist.all_reduce)
+        run(line, plain.up.weight, lambda own: own)
         whole = found.whole_state_dict()["up.weight"]
         if not torch.allclose(whole, plain.up.weight, rtol=1e-4, atol=1e-6):
             wrong.append(line)

@@ -108,9 +108,12 @@ def _filling(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
     return fill
 
 
-def filled_as_whole(original: Callable[..., Any], tensor: Tensor, *args: Any, **kwargs: Any) -> bool:
-    """Have a function fill a parameter as one process has it. False: nothing is known of it, and nothing was done."""
-    whole = _found(tensor)
+def filled_as_whole(
+    original: Callable[..., Any], tensor: Tensor, *args: Any, known_as: Tensor | None = None, **kwargs: Any
+) -> bool:
+    """Have a function fill a parameter, or what is cut as `known_as`, as one process has it. False: nothing is known of it, and nothing
+    was done."""
+    whole = _found(tensor if known_as is None else known_as)
     if whole is None:
         return False
     whole.begin()

@@ -43,23 +43,37 @@ _INDEPENDENT = (
     "copy_", "fill_", "zero_", "masked_fill_", "masked_fill", "clone", "to", "contiguous", "zeros_like", "ones_like", "full_like",
     "empty_like", "type", "float", "double", "half", "bfloat16", "cpu", "cuda", "where",
 )  # fmt: skip
+_COLLECTIVES = "torch.distributed.distributed_c10d"
+_MAKE_ALIKE = ("all_reduce", "all_reduce_coalesced", "broadcast")
 
 
 @dataclass(frozen=True, slots=True)
 class OfSlice:
-    """Of which parameter, along which dimension it is sliced, and the root's layout in memory. `is_partial`: see above; it has no root."""
+    """Of which parameter, along which dimension it is sliced, and the root's layout in memory. `is_partial`: see above; it has no root.
+    `dim`: None for what is computed of even views elementwise, and has another shape: only all of it is even. `parameter()`: the slice."""
 
     name: str
-    dim: int
+    parameter: Callable[[], Tensor | None]
+    dim: int | None
     size: tuple[int, ...]
     stride: tuple[int, ...]
     offset: int
     is_partial: bool = False
 
     @classmethod
-    def of(cls, name: str, dim: int, root: Tensor) -> OfSlice:
+    def of(cls, name: str, parameter: Callable[[], Tensor | None], dim: int | None, root: Tensor) -> OfSlice:
         """A root."""
-        return cls(name, dim, tuple(root.shape), root.stride(), int(root.storage_offset()))
+        return cls(name, parameter, dim, tuple(root.shape), root.stride(), int(root.storage_offset()))
+
+    def like(self, root: Tensor, dim: int | None) -> OfSlice:
+        """Another root, of the same parameter."""
+        return OfSlice.of(self.name, self.parameter, dim, root)
+
+    def drawn_as(self, tensor: Tensor) -> Tensor:
+        """Of which tensor it is known what one process draws for one like this: the parameter, for all of a root of its shape."""
+        own = self.parameter()
+        is_root = tensor.shape == self.size and tensor.stride() == self.stride and not self.is_partial
+        return own if own is not None and is_root and self.dim is not None and own.shape == self.size else tensor
 
 
 class SliceValues(Tensor):
@@ -77,7 +91,10 @@ class SliceValues(Tensor):
         if is_script():
             return answer(func, args, kwargs or {})
         with torch._C.DisableTorchFunctionSubclass():
-            return func(*args, **(kwargs or {}))
+            result = func(*args, **(kwargs or {}))
+        if getattr(func, "__name__", "") in _MAKE_ALIKE and getattr(func, "__module__", "") == _COLLECTIVES:
+            _forget_alone(args, kwargs or {})
+        return result
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
         """An ordinary tensor."""
@@ -93,6 +110,9 @@ class SliceValues(Tensor):
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return repr(plain(self))
 
+    def __format__(self, spec: str) -> str:
+        return format(plain(self), spec)
+
 
 def answer(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """What a script gets of a function of torch's. UsageError for what the module's docstring says."""
@@ -103,10 +123,17 @@ def answer(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, A
         if _is_writing(name, named):
             return _write(name, func, args, named)
         like = _of(args[0]) if args and name.endswith("_like") and _draws_by(name) else None
-        drawn = None if like is None else drawn_as_whole(func, *args, **named)
+        drawn = None if like is None else drawn_as_whole(func, like.drawn_as(args[0]), *args[1:], **named)
         if like is not None and drawn is not None:
-            return _marked(drawn, OfSlice.of(like.name, like.dim, drawn))
-        return _told(name, func, args, named, func(*args, **named))
+            return _marked(drawn, like.like(drawn, like.dim))
+        result = func(*args, **named)
+        if not name.startswith("_foreach_"):
+            return _told(name, func, args, named, result)
+        single = name.removeprefix("_foreach_")
+        for number, made in enumerate(result):
+            own = [tree_leaves(each)[number] if isinstance(each, (list, tuple)) else each for each in args]
+            _told(single, getattr(torch.ops.aten, single), own, named, made)
+        return result
 
 
 def told(tensor: Tensor, of: OfSlice) -> SliceValues:
@@ -121,11 +148,19 @@ def plain(tensor: Tensor) -> Tensor:
         return tensor.detach().as_subclass(Tensor)
 
 
-def check_whole(tensor: Tensor) -> None:
+def check_whole(tensor: Tensor, what: str = "weight.data = ...") -> None:
     """UsageError for values that this rank has computed of its slice alone."""
     of = _of(tensor)
     if of is not None and of.is_partial:
-        raise _of_slice_alone("weight.data = ...", of)
+        raise _of_slice_alone(what, of)
+
+
+def _forget_alone(args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+    """After a collective that leaves all ranks the same values."""
+    for each in tree_leaves((args, kwargs)):
+        of = _of(each)
+        if of is not None and of.is_partial:
+            each.__class__ = Tensor
 
 
 def _marked(tensor: Any, of: OfSlice) -> SliceValues:
@@ -165,7 +200,7 @@ def _write(name: str, func: Callable[..., Any], args: Sequence[Any], kwargs: dic
     known = [(target, of) for target in targets if (of := _of(target)) is not None and not of.is_partial]
     for target, of in known:
         if _draws_by(name):
-            if filled_as_whole(func, target, *args[1:], **kwargs):
+            if filled_as_whole(func, target, *args[1:], known_as=of.drawn_as(target), **kwargs):
                 return target
             raise _uneven(name, of, target.shape)
         for each in rest:
@@ -221,7 +256,9 @@ def _view_of(mark: Tensor, view: Tensor, of: OfSlice) -> Tensor:
     return mark.as_strided(view.shape, view.stride(), view.storage_offset() - of.offset)
 
 
-def _is_alike(mark: Tensor, dim: int) -> bool:
+def _is_alike(mark: Tensor, dim: int | None) -> bool:
+    if dim is None:
+        return bool(mark.all()) or not bool(mark.any())
     return not mark.numel() or bool((mark == mark.narrow(dim, 0, 1)).all())
 
 
@@ -239,8 +276,8 @@ def _told(name: str, func: Callable[..., Any], args: Sequence[Any], kwargs: dict
     made = [each for each in made if not (each.requires_grad and torch.is_grad_enabled())]
     if not made or not given:
         return result
-    first = _of(given[0])
-    assert first is not None, "it has been marked"
+    known = [of for each in given if (of := _of(each)) is not None]
+    first = next((of for of in known if of.dim is not None), known[0])
     memories = {each.untyped_storage()._cdata: of for each in given if (of := _of(each)) is not None}
     views = [each for each in made if each.untyped_storage()._cdata in memories]
     for each in views:
@@ -248,26 +285,33 @@ def _told(name: str, func: Callable[..., Any], args: Sequence[Any], kwargs: dict
     values = [each for each in made if not isinstance(each, SliceValues)]
     if values:
         knows = not any(of.is_partial or not _is_even(each, of) for each in given if (of := _of(each)) is not None)
-        apart = knows and (_is_elementwise(name) or _rows_apart(func, args, kwargs, first))
+        by_element = _is_elementwise(name)
+        apart = knows and (by_element or _rows_apart(func, args, kwargs, first))
         for each in values:
-            has_rows = apart and each.dim() > first.dim and each.shape[first.dim] == first.size[first.dim]
-            own = OfSlice.of(first.name, first.dim, each)
-            _marked(each, own if has_rows else replace(own, is_partial=True))
+            has_rows = apart and _has_rows(each, first)
+            is_like = apart and by_element and any(each.shape == one.shape for one in given)
+            own = first.like(each, first.dim if has_rows else None)
+            _marked(each, own if has_rows or is_like else replace(own, is_partial=True))
     return result
+
+
+def _has_rows(tensor: Tensor, of: OfSlice) -> bool:
+    return of.dim is not None and tensor.dim() > of.dim and tensor.shape[of.dim] == of.size[of.dim]
 
 
 def _rows_apart(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], of: OfSlice) -> bool:
     """Whether a function gives halves of the rows what it gives all of them."""
-    rows = of.size[of.dim]
-    if rows < 2 or _draws_by(getattr(func, "__name__", "")):
+    dim = of.dim
+    rows = 0 if dim is None else of.size[dim]
+    if dim is None or rows < 2 or _draws_by(getattr(func, "__name__", "")):
         return False
 
     def part(value: Any, start: int, length: int) -> Any:
         if not isinstance(value, Tensor):
             return value
         value = plain(value).clone() if isinstance(value, SliceValues) else value
-        has_rows = value.dim() > of.dim and value.shape[of.dim] == rows
-        return value.narrow(of.dim, start, length).clone() if has_rows else value
+        has_rows = _has_rows(value, of)
+        return value.narrow(dim, start, length).clone() if has_rows else value
 
     cut = rows // 2
     try:
@@ -282,14 +326,9 @@ def _rows_apart(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[s
         return False
     for low, high, whole in zip(*map(tree_leaves, pieces), strict=True):
         if isinstance(whole, Tensor):
-            if (
-                whole.dim() <= of.dim
-                or low.dim() != whole.dim()
-                or whole.shape[of.dim] != rows
-                or low.shape[of.dim] != cut
-            ):
+            if whole.dim() <= dim or low.dim() != whole.dim() or whole.shape[dim] != rows or low.shape[dim] != cut:
                 return False
-            if not torch.allclose(torch.cat([low, high], of.dim).double(), whole.double(), rtol=1e-4, equal_nan=True):
+            if not torch.allclose(torch.cat([low, high], dim).double(), whole.double(), rtol=1e-4, equal_nan=True):
                 return False
     return True
 
@@ -337,9 +376,10 @@ _OPERATORS = (
 
 
 def _uneven(what: str, of: OfSlice, shape: Sequence[int]) -> UsageError:
+    rows = "values" if of.dim is None else f"{of.size[of.dim]} rows along dimension {of.dim}"
     return UsageError(
-        f"{what}: expected a write that does the same to each of the {of.size[of.dim]} rows along dimension {of.dim} of {of.name!r}, of "
-        f"which this rank has a slice, found one for a part of shape {list(shape)}: other rows of the parameter on each rank; "
+        f"{what}: expected a write that does the same to each of the {rows} of {of.name!r}, of which this rank has a slice, found one for "
+        f"a part of shape {list(shape)}: other rows of the parameter on each rank; "
         "change the whole parameter of model.state_dict(), and load it on every rank with model.load_state_dict"
     )
 

@@ -34,7 +34,7 @@ from smpc.nn.script_writes.slice_values import (
     told,
 )
 
-_SLICE_OF = "_smpc_slice_of"  # of a parameter: its name, and the dimension
+_SLICE_OF = "_smpc_slice_of"  # of a parameter: its name, its place, and the dimension
 _TORCHS: Any = nn.Parameter
 
 
@@ -88,26 +88,46 @@ class SliceParameter(CountedParameter):
 
 def note_slices(model: nn.Module, dims: Mapping[str, int]) -> None:
     """This rank has slices of these parameters, by name, along these dimensions."""
-    _support_foreach()
+    _support()
     paths = {name: name.rpartition(".") for name in dims}
-    places = [(weakref.ref(model.get_submodule(path)), own, name) for name, (path, _, own) in paths.items()]
+    places = [(_Place(model.get_submodule(path), own), name) for name, (path, _, own) in paths.items()]
 
     def note() -> None:
-        for ref, own, name in places:
-            module = ref()
-            parameter = None if module is None else module._parameters.get(own)
+        for place, name in places:
+            parameter = place()
             if parameter is not None and not isinstance(parameter, DTensor):
-                vars(parameter)[_SLICE_OF] = name, dims[name]
+                vars(parameter)[_SLICE_OF] = name, place, dims[name]
                 between_steps(parameter, SliceParameter)
 
     note()
     after_steps(model, note)
 
 
+class _Place:
+    """Where a module has a parameter. Copies of it, in files, are nowhere."""
+
+    def __init__(self, module: nn.Module, own: str) -> None:
+        self._module, self._own = weakref.ref(module), own
+
+    def __call__(self) -> nn.Parameter | None:
+        module = self._module()
+        return None if module is None else module._parameters.get(self._own)
+
+    def __reduce__(self) -> Any:
+        return _Place, (nn.Module(), self._own)
+
+
 @functools.cache
-def _support_foreach() -> None:
-    """Optimizers choose by the class."""
+def _support() -> None:
+    """Optimizers choose by the class, and `nn.Parameter(weight.data * 2)` would be of the class of its values."""
     optimizer._foreach_supported_types.append(SliceParameter)
+    torchs = nn.Parameter.__new__
+
+    @functools.wraps(torchs)
+    def make(cls: Any, data: Any = None, *args: Any, **kwargs: Any) -> Any:
+        return torchs(cls, _ordinary(data, "nn.Parameter"), *args, **kwargs)
+
+    nn.Parameter.__new__ = make  # type: ignore[method-assign]
 
 
 def _alias(seen: dict[int, Tensor], value: Any) -> Any:
@@ -127,14 +147,14 @@ def _seen(parameter: Tensor, alias: Tensor) -> Tensor:
 def _known(parameter: Tensor, tensor: Tensor) -> OfSlice | None:
     """What a tensor of the parameter's layout is to know."""
     found = vars(parameter).get(_SLICE_OF)
-    if found is None or type(tensor) is not Tensor or tensor.layout is not torch.strided or tensor.dim() <= found[1]:
+    if found is None or type(tensor) is not Tensor or tensor.layout is not torch.strided or tensor.dim() <= found[2]:
         return None
-    name, dim = found
-    return OfSlice.of(name, dim, tensor)
+    name, place, dim = found
+    return OfSlice.of(name, place, dim, tensor)
 
 
-def _ordinary(value: Any) -> Any:
+def _ordinary(value: Any, what: str = "weight.data = ...") -> Any:
     if isinstance(value, SliceValues):
-        check_whole(value)
+        check_whole(value, what)
         return plain(value)
     return value
