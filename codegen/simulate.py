@@ -307,9 +307,8 @@ class _Simulation:
     def run(self) -> None:
         """Commit, again and again, the action that can start first: nothing uncommitted can end before it starts."""
         latest: dict[int, tuple[float, int] | None] = {}
-        queue: list[
-            tuple[float, int, int]
-        ] = []  # (start, rank, sequence): the latest of a rank, and others that no longer hold
+        # (start, rank, sequence): the latest of each rank, and earlier ones that no longer hold
+        queue: list[tuple[float, int, int]] = []
 
         def look(rank: int) -> None:
             found = latest[rank] = self.propose(rank)
