@@ -609,13 +609,11 @@ def _no_plan_fits(problem: Limited, peaks: PeakRows, least: int, is_least: bool)
     if problem.in_flight_of is None:
         return f"{text}; raise memory_limit, use more stages, or fewer microbatches in flight"
     fewest, is_fewest = _fewest_stages(problem, peaks)
-    known = "would do" if is_fewest else "is known to do"
     if fewest is None:
-        text += f", and within this limit no number of stages up to {_MAX_STAGES} {known}"
+        found = f"no number of stages up to {_MAX_STAGES} {'would' if is_fewest else 'is known to'} do"
     else:
-        text += (
-            f", and within this limit the fewest stages that {known if is_fewest else 'are known to do'} are {fewest}"
-        )
+        found = f"the fewest stages that {'would' if is_fewest else 'are known to'} do are {fewest}"
+    text += f", and within this limit {found}"
     return f"{text}; raise memory_limit, change the number of stages, or make microbatches smaller"
 
 

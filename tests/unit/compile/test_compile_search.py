@@ -48,6 +48,7 @@ from smpc.partitioner.costs.device import Device, Group, Wire
 from smpc.partitioner.costs.device_file import find_device
 from smpc.partitioner.costs.optimizers import find_optimizer
 from smpc.partitioner.solve import rank_peaks
+from smpc.partitioner.solvers import chain_limited
 from smpc.tracer import record
 
 # Two devices a host: with four ranks it matters which of them share one.
@@ -347,9 +348,17 @@ def test_the_least_memory_that_is_said_to_do_does(model, batch):
     with pytest.raises(MemoryLimitError, match="the least memory that would do is") as caught:
         search(model, batch[:2], world_size=2, memory_limit="1KB")
     least = caught.value.least_bytes
+    assert caught.value.is_least
     assert search(model, batch[:2], world_size=2, memory_limit=least).best.peak_bytes <= least
     with pytest.raises(MemoryLimitError):
         search(model, batch[:2], world_size=2, memory_limit=least - 1)
+
+
+def test_an_unproven_least_memory_is_said_to_be_known(model, batch, monkeypatch):
+    monkeypatch.setattr(chain_limited, "_MOST_STARTS", 0)
+    with pytest.raises(MemoryLimitError, match="the least memory that is known to do is") as caught:
+        search(model, batch[:2], world_size=2, memory_limit="1KB")
+    assert not caught.value.is_least
 
 
 @pytest.mark.slow

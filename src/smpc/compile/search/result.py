@@ -192,4 +192,5 @@ def nothing_fits(
         f"{candidate.microbatches} microbatches "
         f"and the {candidate.schedule} schedule{moves}; raise memory_limit, use more ranks, or a smaller batch",
         least,
+        is_least=is_least,
     )
