@@ -287,6 +287,7 @@ _OWN_FORMULAS: dict[Any, Callable[..., int]] = {
 }
 
 
+_DEVICE = torch.ops.prim.device.default
 _LSTM = torch.ops.aten.mkldnn_rnn_layer.default
 _MOST_STEPS = 33  # of a sequence, run for real: what is kept is in pages
 
@@ -347,6 +348,8 @@ class Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
+        if func is _DEVICE and isinstance(args[0], FakeTensor):
+            return args[0].device  # asked for by every node of autograd: what the fakes' mode answers
         out = func(*args, **(kwargs or {}))
         if func is _LSTM:
             out = _with_workspace(args, out)
