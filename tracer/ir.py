@@ -193,6 +193,14 @@ class TensorSpec:
         return self.num_elements * self.torch_dtype.itemsize
 
     @property
+    def touched_bytes(self) -> int:
+        """Bytes that reading the whole tensor moves: an expanded tensor counts its memory once."""
+        if not self.stride:
+            return self.num_bytes
+        distinct = math.prod(size for size, step in zip(self.shape, self.stride, strict=True) if step or not size)
+        return distinct * self.torch_dtype.itemsize
+
+    @property
     def arrival_bytes(self) -> int:
         """Bytes of the memory that such a tensor gets on another rank."""
         return arrival_bytes(self.shape, self.stride, self.torch_dtype.itemsize)

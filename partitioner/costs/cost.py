@@ -197,6 +197,10 @@ class CostModel:
             worthwhile=WORTHWHILE if device.transport == "gloo" else 0.0,
         )
 
+    def peak(self, dtype: str) -> float:
+        """FLOP/s of a dtype; one that is not listed counts as float32."""
+        return self.peak_flops.get(dtype, self.peak_flops["float32"])
+
     def forward_time(self, node: Node, dtype: str, kept_bytes: int = 0) -> float:
         """Seconds of one forward. `kept_bytes`: what it keeps for its backward beside inputs and output."""
         moved = node.bytes_moved + kept_bytes
@@ -243,7 +247,7 @@ class CostModel:
             share = measured(name.removesuffix(_BROADCAST), size, is_backward=is_backward)
         if share is None:
             return None
-        peak = self.peak_flops.get(dtype, self.peak_flops["float32"]) if node.flops else self.memory_bandwidth
+        peak = self.peak(dtype) if node.flops else self.memory_bandwidth
         return max(work / (peak * share), self.kernels.launch)
 
     def _memory_time(self, num_bytes: int) -> float:
@@ -258,7 +262,7 @@ class CostModel:
 
     def _work(self, node: Node, dtype: str, products: int, *, is_backward: bool) -> float:
         """Seconds of the node's arithmetic: so many products of its size."""
-        peak = self.peak_flops.get(dtype, self.peak_flops["float32"])
+        peak = self.peak(dtype)
         if is_attention(node):
             share = self.kernels.attention[is_backward]
             return attention_flops(node) * (2.5 if is_backward else 1.0) / (peak * share)
@@ -360,7 +364,7 @@ class NodeTimes:
 
 
 @dataclass(frozen=True, slots=True)
-class _Costed:
+class CostedNode:
     """A node that computes, its dtype, the inputs that need gradients, and bytes kept that are neither inputs nor output."""
 
     position: int
@@ -371,12 +375,12 @@ class _Costed:
     kind: int  # nodes with the same number take the same time on every device
 
 
-def _costed(trace: Trace) -> tuple[_Costed, ...]:
+def costed_nodes(trace: Trace) -> tuple[CostedNode, ...]:
     """The nodes that take time, in order."""
-    return trace.remembered(_costed, lambda: tuple(_find_costed(trace)))
+    return trace.remembered(costed_nodes, lambda: tuple(_find_costed(trace)))
 
 
-def _find_costed(trace: Trace) -> Iterator[_Costed]:
+def _find_costed(trace: Trace) -> Iterator[CostedNode]:
     storages = {node.name: node.storage for node in trace.nodes}
     needs_gradient: dict[str, bool] = {}
     dtypes: dict[str, str] = {}
@@ -398,7 +402,7 @@ def _find_costed(trace: Trace) -> Iterator[_Costed]:
             kept = _kept_bytes(trace, node, storages)
             counted = gradients if needs_gradient[node.name] else 0
             kind = kinds.setdefault(_work_key(node, dtypes[node.name], counted, kept), len(kinds))
-            yield _Costed(i, node, dtypes[node.name], counted, kept, kind)
+            yield CostedNode(i, node, dtypes[node.name], counted, kept, kind)
 
 
 def _work_key(node: Node, dtype: str, num_gradients: int, kept: int) -> tuple[object, ...]:
@@ -411,9 +415,9 @@ def _work_key(node: Node, dtype: str, num_gradients: int, kept: int) -> tuple[ob
 def node_times(trace: Trace, cost_model: CostModel) -> NodeTimes:
     """Times of every node of a trace."""
     forward, backward = np.zeros((2, len(trace.nodes)))
-    weights = _weight_gradient_bytes(trace, cost_model) if cost_model.accumulated else {}
+    weights = weight_gradient_bytes(trace, cost_model) if cost_model.accumulated else {}
     known: dict[int, tuple[float, float]] = {}
-    for item in _costed(trace):
+    for item in costed_nodes(trace):
         i, node, kept = item.position, item.node, item.kept
         if item.kind not in known:
             there = cost_model.forward_time(node, item.dtype, kept)
@@ -442,7 +446,7 @@ class Work:
 
 def work_of(trace: Trace) -> Iterator[Work]:
     """The work of every node that takes time, in order."""
-    for item in _costed(trace):
+    for item in costed_nodes(trace):
         node, kept = item.node, item.kept
         if node.flops:
             size = forward = node.flops
@@ -459,14 +463,14 @@ def work_of(trace: Trace) -> Iterator[Work]:
 def useful_times(trace: Trace, device: Device) -> FloatArray:
     """Seconds of every node's FLOPs at the peak of its dtype, forward and backward, nothing twice."""
     seconds = np.zeros(len(trace.nodes))
-    for item in _costed(trace):
+    for item in costed_nodes(trace):
         seconds[item.position] = _flops(item.node) * (1 + min(2, item.num_gradients)) / device.peak(item.dtype)
     return seconds
 
 
 def useful_flops(trace: Trace) -> tuple[float, float]:
     """FLOPs of one microbatch: of its forward, and of forward and backward, nothing twice."""
-    found = [(_flops(item.node), min(2, item.num_gradients)) for item in _costed(trace)]
+    found = [(_flops(item.node), min(2, item.num_gradients)) for item in costed_nodes(trace)]
     return sum(flops for flops, _ in found), sum(flops * (1 + num) for flops, num in found)
 
 
@@ -480,7 +484,7 @@ def _kept_bytes(trace: Trace, node: Node, storages: Mapping[str, int]) -> int:
     return sum(trace.storages[i] for i in node.saved if i not in known)
 
 
-def _weight_gradient_bytes(trace: Trace, cost_model: CostModel) -> dict[str, int]:
+def weight_gradient_bytes(trace: Trace, cost_model: CostModel) -> dict[str, int]:
     """Bytes of the gradients of the trained parameters, by the nodes that read them."""
     state = {name: item for item in trace.state for name in item.names}
     reads = (node for node in trace.nodes if node.kind is NodeKind.GET_ATTR and node.target in state)

@@ -74,6 +74,11 @@ def at(curve: Curve, size: float) -> float:
     return float(low * (high / low) ** (math.log(size / x) / math.log(y / x)))
 
 
+def best_share(curve: Curve) -> float:
+    """The best share of all sizes."""
+    return max(share for _, share in curve)
+
+
 @dataclass(frozen=True, slots=True)
 class Kernels:
     """What kernels reach of a device's peaks: see the module docstring. Without arguments: all of them, at once."""
@@ -109,6 +114,11 @@ class Kernels:
             for rows, columns, quality in _TILES
         ]
         return min(waves) * 2.0 * (k + _FILL) * self.processors / rate
+
+    def least_product_time(self, flops: float, depth: int, peak: float, dtype: str) -> float:
+        """Seconds that no product of so many FLOPs and this depth is below, whatever its rows and columns; depth 0: whatever that is."""
+        fill = 1.0 + _FILL / depth if self.processors and depth else 1.0
+        return flops * fill / (peak * best_share(self.products.get(dtype, ALL)))
 
     def measured_share(self, name: str, size: float, *, is_backward: bool) -> float | None:
         """What an operation of this size reaches of the peak or the memory bandwidth; None if it was not measured."""

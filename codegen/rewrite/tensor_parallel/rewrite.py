@@ -415,6 +415,7 @@ class _Writer:
                 self.specs[node.name] = node.spec
             elif strategy is not None and strategy.divides_work:
                 self._check(node, None)
+                return self._with_work(node, strategy, layout)
             return node
         shape = layout.local_shape(node.spec.shape, self.choice.degree)
         if node.kind is NodeKind.GET_ATTR:
@@ -426,10 +427,31 @@ class _Writer:
         is_recorded = 0 <= node.storage < len(self.trace.storages)
         if layout.kind is LayoutKind.SHARDED and is_recorded and not self._is_alias(node):
             self.storages[node.storage] = self.trace.storages[node.storage] // self.choice.degree
-        divided = self.choice.degree if node.kind is not NodeKind.GET_ATTR else 1
-        return dataclasses.replace(
-            node, spec=spec, flops=node.flops // divided, bytes_moved=node.bytes_moved // divided
-        )
+        if node.kind is NodeKind.GET_ATTR:
+            return dataclasses.replace(node, spec=spec)
+        return dataclasses.replace(self._with_work(node, strategy, layout), spec=spec)
+
+    def _with_work(self, node: Node, strategy: Strategy | None, layout: Layout) -> Node:
+        moved = self._bytes_moved(node, strategy, layout)
+        return dataclasses.replace(node, flops=node.flops // self.choice.degree, bytes_moved=moved)
+
+    def _bytes_moved(self, node: Node, strategy: Strategy | None, layout: Layout) -> int:
+        """What a rank reads and writes: slices of what is in slices, all of what is whole, as parameters over slices of a sequence are.
+
+        Of a module that is called whole, whose parameters are not among its inputs, a share of everything.
+        """
+        degree, moved = self.choice.degree, node.bytes_moved
+        if strategy is None or node.kind is NodeKind.CALL_MODULE:
+            return moved // degree
+        read = own = 0
+        for name, given in zip(self.trace.node(node.name).inputs, strategy.inputs, strict=True):
+            spec = self.trace.node(name).spec
+            size = 0 if spec is None else spec.touched_bytes
+            read += size
+            own += size // degree if given.kind is LayoutKind.SHARDED else size
+        written = max(0, moved - read)
+        own += written // degree if layout.kind is LayoutKind.SHARDED else written
+        return max(moved // degree, min(moved, own))
 
     def _viewable(self, node: Node) -> Node:
         """`reshape` in place of a view of what has other strides on a rank, unless somebody writes into this memory.

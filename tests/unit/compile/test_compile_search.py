@@ -22,7 +22,6 @@ from smpc.compile.search.estimate import (
     EstimatedReruns,
     EstimatedSample,
     least_peak,
-    least_seconds,
     least_step,
 )
 from smpc.compile.search.searcher import _Searcher
@@ -46,6 +45,7 @@ from smpc.mesh import Axis
 from smpc.partitioner.costs.cost import node_times, times_with_collectives
 from smpc.partitioner.costs.device import Device, Group, Wire
 from smpc.partitioner.costs.device_file import find_device
+from smpc.partitioner.costs.least_times import least_times
 from smpc.partitioner.costs.optimizers import find_optimizer
 from smpc.partitioner.solve import rank_peaks
 from smpc.partitioner.solvers import chain_limited
@@ -199,7 +199,7 @@ def test_bounds_hold_for_every_candidate(everything):
 def test_a_small_microbatch_bounds_larger_ones_and_those_that_ranks_share(everything, model, batch):
     trace = record(model, (batch[:1],))
     for candidate, chosen, *_, seconds, _ in everything:
-        least = least_seconds(trace, chosen.cost_model)
+        least = least_times(trace, chosen.cost_model)
         one = least.of(candidate.microbatch_size, candidate.tensor_parallel_degree)
         assert one * candidate.microbatches / candidate.pipeline_parallel_degree <= seconds * (1 + 1e-9), candidate
 

@@ -30,13 +30,13 @@ from smpc.compile.search.split_uses import splits
 from smpc.compile.step import BUCKET_BYTES
 from smpc.config.keep import MOST_PARAMETERS, SMALL_PARAMETERS
 from smpc.partitioner.costs.collectives import CollectiveKind, collective_time, least_time
-from smpc.partitioner.costs.cost import CostModel, NodeTimes, is_attention, node_times, weight_times
+from smpc.partitioner.costs.cost import CostModel, NodeTimes, weight_times
 from smpc.partitioner.costs.device import Device, Group, Wire
 from smpc.partitioner.graph.recompute import requested_regions
 from smpc.partitioner.memory.peak import distinct_state
 from smpc.partitioner.problem import FloatArray, Scale
 from smpc.partitioner.solvers.coarsen import analyse, chain_problem
-from smpc.tracer.ir import NodeKind, Trace
+from smpc.tracer.ir import Trace
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,6 +125,12 @@ class EstimatedPlace:
     def slowdown(self) -> float:
         """How much longer all devices take than one."""
         return self.device.slowdown(self.num_devices)
+
+
+def traffic_of(state: EstimatedState, experts: EstimatedState, sharding: Sharding, place: EstimatedPlace) -> float:
+    """Bytes that the optimizer reads and writes; `experts`: what of the state is in experts that ranks divide."""
+    shares = (state.without(experts), False), (experts, True)
+    return sum(own.traffic(sharding, place.around.holders(of_experts=kind).every.size) for own, kind in shares)
 
 
 @dataclass(frozen=True)
@@ -223,8 +229,7 @@ class EstimatedSample:
 
     def traffic(self, sharding: Sharding, place: EstimatedPlace) -> float:
         """Bytes that the optimizer reads and writes."""
-        shares = (self.state.without(self.experts), False), (self.experts, True)
-        return sum(own.traffic(sharding, place.around.holders(of_experts=kind).every.size) for own, kind in shares)
+        return traffic_of(self.state, self.experts, sharding, place)
 
     def stages(self, candidate: Candidate) -> Stages | None:
         """What those of a candidate are, one microbatch of the profile's size; None: there are not as many pieces."""
@@ -244,56 +249,6 @@ class EstimatedSample:
         kept = after.activation_bytes / before.activation_bytes if before.activation_bytes else 1.0
         found = replace(self, weight=weight, split_path=split, activation_bytes=self.activation_bytes * kept)
         return found.longer(seconds)
-
-
-def least_seconds(trace: Trace, costs: CostModel, exchanged: float = 0.0) -> EstimatedLeast:
-    """What one microbatch takes at least, so that one of k times the size takes k times that: see `EstimatedLeast`.
-
-    Products and attention run at the best rate of any size, other operations at the best bandwidth; `exchanged` are the seconds of its
-    collectives' bytes alone. What reads parameters, and is no product, does not count: it grows less than the microbatch.
-    """
-    kernels = costs.kernels
-    best = replace(
-        kernels,
-        launch=0.0,
-        processors=0,
-        products={dtype: ((1.0, max(share for _, share in curve)),) for dtype, curve in kernels.products.items()},
-        memory=((1.0, max(share for _, share in kernels.memory)),),
-    )
-    read = [sum(trace.node(name).kind is NodeKind.GET_ATTR for name in node.inputs) for node in trace.nodes]
-    reads, flops = np.asarray(read) > 0, np.asarray([node.flops > 0 for node in trace.nodes])
-    arithmetic = replace(costs, kernels=best, accumulated=0.0, memory_bandwidth=math.inf)
-    products = node_times(trace, arithmetic)
-    memory = node_times(trace, replace(arithmetic, memory_bandwidth=costs.memory_bandwidth))
-    seconds = (products.forward + products.backward)[flops]
-    others = (memory.forward + memory.backward)[~flops & ~reads].sum()
-    launched = 2 * int((flops & reads).sum()) * kernels.launch
-    is_fused = any(is_attention(node) for node in trace.nodes)
-    return EstimatedLeast(float(seconds.sum()), float(others), exchanged, launched, is_fused)
-
-
-@dataclass(frozen=True, slots=True)
-class EstimatedLeast:
-    """Seconds of one microbatch that no rewrite gets below: those of products, of other operations, and of collectives' bytes.
-
-    launched: of products with parameters alone, which are there however small they are.
-    is_fused: attention is one operation.
-    """
-
-    products: float
-    others: float
-    exchanged: float
-    launched: float
-    is_fused: bool
-
-    def of(self, times: float, tensor: int = 1, context: int = 1) -> float:
-        """Seconds of a microbatch of so many times the size, shared by ranks that it is not shared by yet.
-
-        Where attention is made of several operations, context-parallel ranks may have it as one: others do not count.
-        """
-        others = self.others if self.is_fused or context == 1 else 0.0
-        seconds = self.products + others + self.exchanged
-        return max(self.launched, seconds * times / tensor / context)
 
 
 @dataclass(frozen=True, slots=True)

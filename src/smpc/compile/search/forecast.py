@@ -22,13 +22,13 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 from smpc.codegen.offload import resident
+from smpc.codegen.rewrite.outputs import keep_outputs
 from smpc.codegen.simulate import Costs, chain
 from smpc.compile.exchange import Sharding, StepSurroundings
 from smpc.compile.options import PipelineOptions
 from smpc.compile.passes import plan_trace, schedule_plan
 from smpc.compile.result import Planned, Traced
 from smpc.compile.search.estimate import (
-    EstimatedLeast,
     EstimatedPlace,
     EstimatedReruns,
     EstimatedSample,
@@ -36,7 +36,7 @@ from smpc.compile.search.estimate import (
     Guess,
     guess_peak,
     guess_step,
-    least_seconds,
+    traffic_of,
 )
 from smpc.compile.search.profile import Profile
 from smpc.compile.search.result import Result
@@ -59,7 +59,8 @@ from smpc.errors import ConfigError, PartitionError
 from smpc.mesh import Axis
 from smpc.partitioner.costs.collectives import bandwidth, sent_time
 from smpc.partitioner.costs.cost import node_times
-from smpc.partitioner.costs.device import Group
+from smpc.partitioner.costs.device import Group, best_share
+from smpc.partitioner.costs.least_times import LeastTimes, least_times
 from smpc.partitioner.graph.plan import Plan
 from smpc.partitioner.graph.recompute import kept_bytes, requested_regions
 from smpc.partitioner.solve import rank_peaks
@@ -77,7 +78,9 @@ class Forecast:
     again: Again  # what may be computed again
     base: dict[str, EstimatedSample]  # of the smallest microbatch, by what is computed again
     base_load: Load
-    _leasts: dict[tuple[Load, tuple[Group, ...]], EstimatedLeast] = field(default_factory=dict)
+    _leasts: dict[tuple[Load, tuple[str, ...] | None, float, tuple[Group, ...]], LeastTimes] = field(
+        default_factory=dict
+    )
     _samples: dict[_Key, EstimatedSample] = field(default_factory=dict)
     _reruns: dict[tuple[_Key, str], EstimatedReruns] = field(default_factory=dict)
     _profiles: dict[Load, Profile] = field(default_factory=dict)
@@ -120,17 +123,16 @@ class Forecast:
         profile.compute_again(name, regions, max(0.0, 1.0 - less / inside) if inside else 1.0)
 
     def least(self, shape: Shape) -> tuple[float, int]:
-        """Seconds and bytes that no candidate of a shape is below, by the smallest microbatch that is known of such ranks."""
-        known, tensor, context = self.loads.nearest(Load.of(shape)), 1, 1
-        if known is None:
-            known, tensor, context = self.base_load, shape.tensor_parallel_degree, shape.context_parallel_degree
-        amount = shape.microbatch_size / known.size
-        one = self._least(known, shape).of(amount, tensor, context)
-        bound = shape.microbatches * one / shape.pipeline_parallel_degree * (1.0 + self.place(shape).slowdown)
+        """Seconds and bytes that no candidate of a shape is below, by what is known of its microbatches."""
+        place = self.place(shape)
+        pipeline = shape.microbatches * self._least(shape) / shape.pipeline_parallel_degree
         state, experts = self._state(shape.expert_parallel_degree)
         split = shape.tensor_parallel_degree * shape.pipeline_parallel_degree
-        held = min(state.least(experts, kind, shape) for kind in shardings(shape, self.tried.sharding))
-        return bound, int(held / split)
+        kinds = shardings(shape, self.tried.sharding)
+        held = min(state.least(experts, kind, shape) for kind in kinds)
+        traffic = min(traffic_of(state, experts, kind, place) for kind in kinds)
+        rate = place.device.memory_bandwidth * best_share(place.device.kernels.memory)
+        return pipeline * (1.0 + place.slowdown) + traffic / split / rate, int(held / split)
 
     def _state(self, degree: int) -> tuple[EstimatedState, EstimatedState]:
         """What expert-parallel ranks hold of the model: all that is not in experts which they divide, and a share of those; the share."""
@@ -149,10 +151,22 @@ class Forecast:
             self._states[degree] = EstimatedState.joined(whole.without(part), share), share
         return self._states[degree]
 
-    def _least(self, known: Load, shape: Shape) -> EstimatedLeast:
-        """Of a microbatch that is known, on the wires of a shape."""
+    def _least(self, shape: Shape) -> float:
+        """Seconds of one of its microbatches at least: by what it is, if that is known, else by the smallest of one rank.
+
+        Not by another size for as many ranks: these may share out more of a larger one.
+        """
+        load, base = Load.of(shape), self.base_load
+        if isinstance(self.loads.known.get(load), Traced):
+            return self._least_times(load, shape).of(1.0)
+        return self._least_times(base, shape).of(load.size / base.size, load.tensor, load.context, load.expert)
+
+    def _least_times(self, known: Load, shape: Shape) -> LeastTimes:
+        """Of a microbatch that is known, on the wires of a shape; where its ranks return fewer outputs, of what those need."""
         exchanges = self.loads.exchanges(known, shape.mesh)
-        key = known, tuple(group for _, group in exchanges)
+        outputs = self.loads.outputs(replace(Load.of(shape), size=known.size))
+        accumulated = 0.5 if shape.microbatches > 1 else 0.0  # as with the fewest microbatches
+        key = known, outputs, accumulated, tuple(group for _, group in exchanges)
         if key not in self._leasts:
             sent = sum(
                 (item.forward_bytes + item.backward_bytes) / bandwidth(group, self.setting.device)
@@ -161,8 +175,11 @@ class Forecast:
                 # Where sequences are shared, gradients of parameters that are used whole as well do not grow with the microbatch.
                 if not item.overlaps and known.context == 1
             )
-            options = PipelineOptions(1, device=self.setting.device)
-            self._leasts[key] = least_seconds(self.loads.traced(known).trace, options.cost_model, sent)
+            options = PipelineOptions(1, device=self.setting.device, optimizer=self.setting.optimizer)
+            costs = replace(options.cost_model, accumulated=accumulated)
+            trace = self.loads.traced(known).trace
+            found = least_times(trace if outputs is None else keep_outputs(trace, outputs), costs)
+            self._leasts[key] = replace(found, exchanged=sent)
         return self._leasts[key]
 
     @functools.cached_property
@@ -219,13 +236,13 @@ class Forecast:
         if known is not None:
             amount = load.size / known.size
             plain = self.sample(replace(shape, microbatch_size=known.size))
-            least = self._least(known, shape).of(amount) / (plain.whole or 1.0)
+            least = self._least_times(known, shape).of(amount) / (plain.whole or 1.0)
             found = plain.scaled(max(1.0, least) if hopeful else amount, amount, 1.0)
         else:
             tensor, context = shape.tensor_parallel_degree, shape.context_parallel_degree
             amount, held = load.size / self.base_load.size, self._state(shape.expert_parallel_degree)[0].total
             part = amount / tensor / context
-            least = self._least(self.base_load, shape).of(amount, tensor, context) / (base.whole or 1.0)
+            least = self._least(shape) / (base.whole or 1.0)
             found = base.scaled(least if hopeful else part, part, held / max(1, base.state.total) / tensor)
             found = found.longer(self._exchanged(shape, base.cut_bytes * amount))
         self._guesses[key] = found

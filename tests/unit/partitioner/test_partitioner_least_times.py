@@ -1,0 +1,70 @@
+"""No microbatch of another size, and no rank of those that share it, takes less than the bound that one recorded microbatch gives."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+import transformers
+
+from smpc.codegen.rewrite.outputs import keep_outputs
+from smpc.compile import PipelineOptions, Traced
+from smpc.compile.search.workloads import Load, Workloads
+from smpc.partitioner.costs.cost import node_times
+from smpc.partitioner.costs.device_file import find_device
+from smpc.partitioner.costs.least_times import least_times
+
+SMALL = {"num_hidden_layers": 1, "num_attention_heads": 4, "vocab_size": 1000, "use_cache": False}
+# Scalars and masks that are the same for every size count as if they grew.
+SAME = 3e-4
+
+
+def llama(**others):
+    return transformers.LlamaForCausalLM(
+        transformers.LlamaConfig(
+            hidden_size=128, intermediate_size=256, num_key_value_heads=2, max_position_embeddings=64, **SMALL, **others
+        )
+    )
+
+
+def mixtral():
+    return transformers.MixtralForCausalLM(
+        transformers.MixtralConfig(
+            hidden_size=128, intermediate_size=256, num_key_value_heads=2, num_local_experts=4, **SMALL
+        )
+    )
+
+
+MODELS = {"llama": llama, "attention in steps": lambda: llama(attn_implementation="eager"), "mixtral": mixtral}
+
+
+def loads(is_mixture):
+    """Sizes, with every number of ranks that can share them."""
+    for size in (1, 2, 8):
+        for tensor, context, expert in ((1, 1, 1), (2, 1, 1), (1, 2, 1), (2, 2, 1), (1, 1, 2)):
+            if is_mixture or expert == 1:
+                yield Load(size, tensor, context, expert)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_no_other_microbatch_takes_less(name):
+    ids = torch.zeros(8, 64, dtype=torch.int64)
+    ratios = []
+    found = Workloads(MODELS[name](), ((), {"input_ids": ids, "labels": ids}), find_device("h100"), ())
+    base = found.get(Load(1)).trace
+    for load in loads(name == "mixtral"):
+        own, outputs = found.get(load), found.outputs(load)
+        assert isinstance(own, Traced), own
+        for device in ("h100", "cpu"):
+            for accumulated in (0.0, 0.5):
+                costs = PipelineOptions(1, device=find_device(device)).cost_model
+                costs = replace(costs, accumulated=accumulated)
+                times = node_times(own.trace, costs)
+                seconds = float((times.forward + times.backward).sum())
+                first = base if outputs is None else keep_outputs(base, outputs)
+                bound = least_times(first, costs).of(load.size, load.tensor, load.context, load.expert)
+                assert bound <= seconds * (1 + SAME), (load, device)
+                assert least_times(own.trace, costs).of(1.0) <= seconds * (1 + 1e-9), (load, device)
+                ratios.append(bound / seconds)
+    assert max(ratios) > 0.7  # or it says nothing
