@@ -17,11 +17,11 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from smpc.codegen.rewrite.tensor_parallel.layouts import REPLICATED, contiguous_stride
+from smpc.codegen.rewrite.tensor_parallel.layouts import REPLICATED
 from smpc.codegen.rewrite.tensor_parallel.rewrite import InsertedCollective
 from smpc.config.numbers import format_bytes
 from smpc.errors import PartitionError
-from smpc.tracer.ir import Node, NodeKind, StateSpec, TensorSpec, Trace
+from smpc.tracer.ir import Node, NodeKind, StateSpec, TensorSpec, Trace, contiguous_stride
 from smpc.tracer.targets import GETITEM
 
 PARTS = "_smpc_expert_parallel"  # the attribute of a module that holds some of the experts: what it knows of the whole

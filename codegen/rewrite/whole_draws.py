@@ -17,10 +17,9 @@ import torch
 
 from smpc.codegen.rewrite.kernels.graph import KernelCall, Replacement
 from smpc.codegen.rewrite.kernels.rewrite import Measurer, splice
-from smpc.codegen.rewrite.tensor_parallel.layouts import contiguous_stride
 from smpc.codegen.rewrite.tensor_parallel.strategy import Facts, Rule, Strategy, argument, operands, short_name
 from smpc.tracer.constants import Ref, TraceDevice
-from smpc.tracer.ir import Node, NodeKind, Trace
+from smpc.tracer.ir import Node, NodeKind, Trace, contiguous_stride
 from smpc.tracer.targets import TENSOR_OPS
 
 _HALF = (torch.float16, torch.bfloat16)

@@ -30,7 +30,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from types import MappingProxyType
 
-from smpc.tracer.ir import StateSpec, TensorSpec
+from smpc.tracer.ir import StateSpec, TensorSpec, contiguous_stride
 
 
 class LayoutKind(StrEnum):
@@ -152,15 +152,6 @@ def local_state(state: StateSpec, layout: Layout, degree: int) -> StateSpec:
     shape = layout.local_shape(state.spec.shape, degree)
     spec = TensorSpec(shape, state.spec.dtype, contiguous_stride(shape), state.spec.requires_grad)
     return StateSpec(state.names, spec, state.is_parameter, state.is_persistent, state.storage)
-
-
-def contiguous_stride(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Strides of a contiguous tensor."""
-    strides, step = [], 1
-    for size in reversed(shape):
-        strides.append(step)
-        step *= max(1, size)
-    return tuple(reversed(strides))
 
 
 def _without_gradient(step: CollectiveStep, spec: TensorSpec) -> CollectiveStep:

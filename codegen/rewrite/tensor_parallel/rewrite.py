@@ -41,7 +41,6 @@ from smpc.codegen.rewrite.tensor_parallel.layouts import (
     CollectiveStep,
     Layout,
     LayoutKind,
-    contiguous_stride,
     conversion,
     local_state,
     sent_bytes,
@@ -52,7 +51,7 @@ from smpc.codegen.rewrite.tensor_parallel.strategy import Facts, Strategy, argum
 from smpc.config.numbers import format_bytes
 from smpc.errors import CodegenError
 from smpc.tracer.constants import Ref, map_references, references
-from smpc.tracer.ir import ModuleCall, Node, NodeKind, TensorSpec, Trace
+from smpc.tracer.ir import ModuleCall, Node, NodeKind, TensorSpec, Trace, contiguous_stride
 from smpc.tracer.replay import evaluate
 from smpc.tracer.targets import BY_EXPERT, IN_SEGMENTS, ON_SUMMANDS, TENSOR_OPS
 

@@ -19,9 +19,12 @@ from smpc.experts.segmented import find_segmented
 from smpc.experts.structure import Found, Stacked, find_experts
 
 
-def experts_to_divide(model: nn.Module, degree: int) -> tuple[Experts, ...]:
-    """The experts of a model, by names. ConfigError if there are none that `degree` ranks can divide among them."""
-    found, reasons, confirmations = [], [], Confirmations()
+def experts_to_divide(model: nn.Module, degree: int, confirmations: Confirmations | None = None) -> tuple[Experts, ...]:
+    """The experts of a model, by names. ConfigError if there are none that `degree` ranks can divide among them.
+
+    `confirmations`: of this model, so that its experts are tried once for all degrees.
+    """
+    found, reasons, confirmations = [], [], confirmations or Confirmations()
     for one in find_experts(model):
         reason = confirmations.of(one)
         if one.num_experts < degree:

@@ -11,7 +11,8 @@ What must hold for a module M of E experts, with hidden states h, experts i and 
 The last must hold for every expert that is a module of its own. Hidden states of shape [2, 3, H] need not be taken, as ranks pass rows.
 
 Which attributes these are is found by trying: none, then those of value E with `expert` in their name, then all of value E. The numbers
-of experts are small in these runs, and all experts have the values of one of them where E of them would be large.
+of experts are small in these runs, and large experts share memory: each has the values of the one before, moved on a little, or all have
+those of one of them. A module that takes no such tensors (`view`) gets tensors of its own.
 """
 
 from __future__ import annotations
@@ -25,11 +26,15 @@ import torch
 from torch import Tensor, nn
 
 from smpc.experts.structure import Found, Listed, Stacked
+from smpc.tracer.ir import contiguous_stride
 
 _TOKENS = 6
 _REPEATS = 43  # of these tokens, all for one expert: more than a small capacity
 _LOUD = 100.0
-_LARGE = 1 << 24  # elements: above, all experts share the memory of one
+_LARGE = 1 << 24  # elements: above, experts share memory
+_APART = (
+    4_100  # elements between the first ones of two experts that do: a multiple of 16 bytes, and no row of a usual size
+)
 _FEW = 4  # experts
 
 
@@ -56,9 +61,16 @@ class Confirmations:
 
     def __init__(self) -> None:
         self._known: list[tuple[object, Confirmed | str]] = []
+        self._named: dict[str, Confirmed | Listed | str] = {}
 
     def of(self, found: Found) -> Confirmed | Listed | str:
         """As `confirm` says."""
+        if found.name not in self._named:
+            self._named[found.name] = self._tried(found)
+        known = self._named[found.name]
+        return replace(known, experts=found) if isinstance(known, Confirmed) and isinstance(found, Stacked) else known
+
+    def _tried(self, found: Found) -> Confirmed | Listed | str:
         if not isinstance(found, Stacked) or any(True for _ in found.module.buffers()):
             return confirm(found)
         made = _stacked_as(found)
@@ -66,7 +78,7 @@ class Confirmations:
         if known is None:
             known = _confirmed_stacked(found)
             self._known.append((made, known))
-        return known if isinstance(known, str) else replace(known, experts=found)
+        return known
 
 
 def _stacked_as(found: Stacked) -> object:
@@ -122,8 +134,8 @@ def _by_frequency(found: Iterable[int]) -> list[int]:
     return sorted(dict.fromkeys(sizes), key=lambda size: -sizes.count(size))
 
 
-def _tried_split(experts: Stacked, counts: tuple[str, ...], hidden: int) -> str | None:
-    """None if all holds, else what does not."""
+def _tried_split(experts: Stacked, counts: tuple[str, ...], hidden: int, *, apart: bool = False) -> str | None:
+    """None if all holds, else what does not. `apart`: no two experts share memory."""
     few = min(experts.num_experts, _FEW)
     first = few - few // 2  # of the experts that stand alone
     name = type(experts.module).__name__
@@ -131,7 +143,7 @@ def _tried_split(experts: Stacked, counts: tuple[str, ...], hidden: int) -> str 
     tokens = torch.randn(_TOKENS, hidden, generator=generator)
     weights = torch.rand(_TOKENS, 2, generator=generator)
     index = torch.stack([torch.arange(_TOKENS) % few, (torch.arange(_TOKENS) + 1) % few], 1)
-    values = invented_parameters(experts, few, generator)
+    values = invented_parameters(experts, few, generator, apart=apart)
     ones = torch.ones(_TOKENS, 1)
     try:
         with torch.no_grad(), torch.random.fork_rng():
@@ -152,6 +164,8 @@ def _tried_split(experts: Stacked, counts: tuple[str, ...], hidden: int) -> str 
             if counts and not _same_as_all(experts, counts, values, tokens):
                 return f"{name} returned something else when {', '.join(counts)} said how many experts are there"
     except Exception as error:  # whatever its forward raises
+        if not all(value.is_contiguous() for value in values):
+            return _tried_split(experts, counts, hidden, apart=True)
         return f"{name} could not be run on hidden states of {hidden} and some of its experts: {error}"
     return None
 
@@ -293,20 +307,29 @@ def _may_share(experts: Stacked, counts: tuple[str, ...], hidden: int) -> bool:
     few = min(experts.num_experts, _FEW)
     index = torch.arange(_TOKENS).remainder(few).unsqueeze(1)
     with torch.no_grad(), torch.random.fork_rng():
-        some = copy_with_experts(experts, invented_parameters(experts, few, generator), counts).train()
-        before = torch.get_rng_state()
-        some(torch.zeros(_TOKENS, hidden), index, torch.ones(_TOKENS, 1))
-        return torch.equal(before, torch.get_rng_state())
+        for apart in (False, True):
+            values = invented_parameters(experts, few, generator, apart=apart)
+            some, before = copy_with_experts(experts, values, counts).train(), torch.get_rng_state()
+            try:
+                some(torch.zeros(_TOKENS, hidden), index, torch.ones(_TOKENS, 1))
+            except Exception:  # it takes no experts that share memory
+                if apart:
+                    raise
+            else:
+                return torch.equal(before, torch.get_rng_state())
+    raise AssertionError("one of both has returned or raised")
 
 
 def _same_as_all(experts: Stacked, counts: tuple[str, ...], values: list[Tensor], tokens: Tensor) -> bool:
     """Whether setting the counts changes nothing else: against all E experts, each with the values of the first."""
     count = experts.num_experts
     every = [value[:1].expand(count, *value.shape[1:]) for value in values]
+    few = [value[:1].expand_as(value) for value in values]
     if sum(value.numel() for value in every) <= _LARGE:
         every = [value.contiguous() for value in every]
-    whole = copy_with_experts(experts, every, ())
-    some = copy_with_experts(experts, [value[:1].expand_as(value).contiguous() for value in values], counts)
+    if all(value.is_contiguous() for value in values):
+        few = [value.contiguous() for value in few]
+    whole, some = copy_with_experts(experts, every, ()), copy_with_experts(experts, few, counts)
     index = (torch.arange(len(tokens)) % len(values[0])).unsqueeze(1)
     ones = torch.ones(len(tokens), 1)
     return _close(whole(tokens, index, ones), some(tokens, index, ones))
@@ -316,17 +339,23 @@ def _close(found: Tensor, expected: Tensor) -> bool:
     return torch.allclose(found, expected, rtol=1e-4, atol=1e-5)
 
 
-def invented_parameters(experts: Stacked, few: int, generator: torch.Generator) -> list[Tensor]:
-    """Invented parameters of a few experts. Large ones repeat a short sequence."""
+def invented_parameters(experts: Stacked, few: int, generator: torch.Generator, *, apart: bool = False) -> list[Tensor]:
+    """Invented parameters of a few experts. Large ones repeat a short sequence, and share memory unless they are to be `apart`."""
+    shapes = [experts.module.get_parameter(name).shape[1:] for name in experts.parameters]
+    if apart or few * sum(shape.numel() for shape in shapes) <= _LARGE:
+        return [_invented((few, *shape), generator) for shape in shapes]
     found = []
-    for name in experts.parameters:
-        found.append(_invented((few, *experts.module.get_parameter(name).shape[1:]), generator))
+    for shape in shapes:
+        scale = shape[-1] ** -0.5 if shape else 1.0
+        memory = _invented((shape.numel() + (few - 1) * _APART,), generator, scale)
+        found.append(memory.as_strided((few, *shape), (_APART, *contiguous_stride(shape))))
     return found
 
 
-def _invented(shape: Sequence[int], generator: torch.Generator) -> Tensor:
+def _invented(shape: Sequence[int], generator: torch.Generator, scale: float | None = None) -> Tensor:
     count = max(1, torch.Size(shape).numel())
-    scale = shape[-1] ** -0.5 if shape else 1.0
+    if scale is None:
+        scale = shape[-1] ** -0.5 if shape else 1.0
     short = torch.randn(min(count, 1_000_003), generator=generator) * scale
     return short.repeat(-(-count // len(short)))[:count].view(shape)
 

@@ -23,6 +23,7 @@ from smpc.compile.passes import ContextSharing, Sharing, rewrite_trace
 from smpc.compile.result import Traced
 from smpc.compile.search.space import Shape
 from smpc.errors import ConfigError, SmpcError
+from smpc.experts.confirm import Confirmations
 from smpc.mesh import Axis, Mesh
 from smpc.partitioner.costs.cost import Collective, CostModel, NodeTimes, node_times, times_with_collectives
 from smpc.partitioner.costs.device import Device, Group
@@ -66,6 +67,7 @@ class Workloads:
     recorded: dict[int, Trace] = field(default_factory=dict)
     known: dict[Load, Traced | str] = field(default_factory=dict)  # text: why there is none
     _divided: dict[int, tuple[Experts, ...]] = field(default_factory=dict)
+    _confirmations: Confirmations = field(default_factory=Confirmations)
     _collectives: dict[Load, list[tuple[Sequence[Collective], Axis]]] = field(default_factory=dict)
 
     @property
@@ -119,7 +121,7 @@ class Workloads:
     def divided(self, degree: int) -> tuple[Experts, ...]:
         """The experts that so many ranks divide; ConfigError if there are none. Others stay whole."""
         if degree not in self._divided:
-            self._divided[degree] = experts_to_divide(self.model, degree) if degree > 1 else ()
+            self._divided[degree] = experts_to_divide(self.model, degree, self._confirmations) if degree > 1 else ()
         return self._divided[degree]
 
     def _made(self, trace: Trace, load: Load) -> Traced | str:
