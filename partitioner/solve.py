@@ -551,6 +551,7 @@ def plan_within(problem: Limited) -> Plan:
     if least <= problem.limit:
         return plan
     least = min(least, problem.unlimited_peak)
+    is_least = is_least and problem.stages_per_rank == 1  # that of the largest stage, not of the fullest rank
     raise MemoryLimitError(_no_plan_fits(problem, peaks, least, is_least), least, is_least=is_least)
 
 

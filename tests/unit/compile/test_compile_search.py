@@ -345,13 +345,24 @@ def test_a_limit_is_kept_and_costs_time(model, batch, free, everything):
 
 @pytest.mark.long
 def test_the_least_memory_that_is_said_to_do_does(model, batch):
+    simple = {"world_size": 2, "schedules": ["gpipe", "1f1b"]}
     with pytest.raises(MemoryLimitError, match="the least memory that would do is") as caught:
-        search(model, batch[:2], world_size=2, memory_limit="1KB")
+        search(model, batch[:2], **simple, memory_limit="1KB")
     least = caught.value.least_bytes
     assert caught.value.is_least
-    assert search(model, batch[:2], world_size=2, memory_limit=least).best.peak_bytes <= least
+    assert search(model, batch[:2], **simple, memory_limit=least).best.peak_bytes <= least
     with pytest.raises(MemoryLimitError):
-        search(model, batch[:2], world_size=2, memory_limit=least - 1)
+        search(model, batch[:2], **simple, memory_limit=least - 1)
+
+
+@pytest.mark.long
+def test_of_several_stages_on_a_rank_the_least_memory_is_known_but_not_proven(model, batch):
+    """The largest stage is the smallest that it can be, which the fullest rank need not be."""
+    with pytest.raises(MemoryLimitError, match="the least memory that is known to do is") as caught:
+        search(model, batch[:2], world_size=2, memory_limit="1KB", schedules=["zb-v"])
+    assert not caught.value.is_least
+    least = caught.value.least_bytes
+    assert search(model, batch[:2], world_size=2, memory_limit=least, schedules=["zb-v"]).best.peak_bytes <= least
 
 
 def test_an_unproven_least_memory_is_said_to_be_known(model, batch, monkeypatch):
