@@ -30,7 +30,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
@@ -43,6 +43,7 @@ from smpc.tracer.replay import evaluate
 HANDED_ON, TOGETHER = -1, -2  # in place of bytes: it is the result's gradient; it is beside an earlier input's
 _OF_TORCH = ("torch.", "_operator.", "builtins.")
 _DEVICE = torch.device("cpu")
+_WHERE = torch.ops.prim.device.default
 Stride = tuple[int, ...]
 
 
@@ -250,6 +251,8 @@ class _Storages(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
+        if func is _WHERE and isinstance(args[0], FakeTensor):
+            return args[0].device  # asked for by every node of autograd: what the fakes' mode answers
         out = func(*args, **(kwargs or {}))
         for leaf in tree_leaves(out):
             if isinstance(leaf, Tensor):
