@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from executor_harness import run_workers
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 
 import smpc.tensor_parallel
 import smpc.v1 as smp
@@ -117,19 +118,19 @@ def make():
     return Layers()
 
 
-def run(line, parameter, total=None):
+def run(line, parameter, total=None, **others):
     torch.manual_seed(5)
     with torch.no_grad():
-        exec(line, {"p": parameter, "torch": torch, "rows": ROWS, "cols": ROWS, "total": total})
+        exec(line, {"p": parameter, "torch": torch, "rows": ROWS, "cols": ROWS, "total": total, **others})
 
 
-def refused(parameter, whole):
+def refused(parameter, whole, refused=REFUSED, **others):
     """Lines that are no error, or not the right one."""
     wrong, before = [], whole()
-    for match, lines in REFUSED.items():
+    for match, lines in refused.items():
         for line in map(str.strip, lines.strip().splitlines()):
             try:
-                run(line, parameter)
+                run(line, parameter, **others)
                 wrong.append(line)
             except UsageError as error:
                 if "up.weight" not in str(error) or not re.search(match, str(error)):
@@ -178,6 +179,71 @@ def sharded(rank, folder):
 def test_writes_into_slices_are_those_of_one_process_or_errors(tmp_path):
     """They went into other rows of each rank's slice, and scaled by its norm, without a word."""
     assert run_workers(sharded, 2, tmp_path) == [[]] * 2
+
+
+OVER_GROUPS = """
+n = p.square().sum(); total(n, tensor); p.div_(n.sqrt())
+n = p.square().sum(); total(n); p.div_((n / 2).sqrt())
+n = p.square().sum(); total(n, replicas); total(n, tensor); p.div_((n / 2).sqrt())
+n = torch.zeros(()); n += p.square().sum(); total(n, tensor); p.div_(n.sqrt())
+parts = [torch.empty_like(p) for _ in range(count)]; gather(parts, p, tensor); p.div_(torch.cat(parts[:slices]).norm())
+parts = torch.empty(count); gather_single(parts, p.abs().max(), tensor); p.div_(parts[:slices].max())
+q = p.grad.clone(); total(q, replicas); p.sub_(q, alpha=0.05)
+total(p.grad, replicas); p.sub_(p.grad, alpha=0.05); p.grad.div_(copies)
+""".strip().splitlines()  # fmt: skip
+REFUSED_OVER_GROUPS = {
+    "this rank's slice of .* alone": """
+        n = p.square().sum(); total(n, replicas); p.div_(n.sqrt())
+        n = torch.zeros(()); n += p.norm(); p.div_(n)
+        n = torch.zeros(2); n[1] = p.norm(); p.div_(n[1])
+        parts = [torch.zeros(()), torch.zeros(())]; gather(parts, p.norm(), replicas); p.div_(parts[0])
+        q = p.clone(); total(q, replicas); p.div_(q.norm())
+        n = p.norm(); to_one(n, 0); p.div_(n)
+    """,
+    "a group of ranks that have the same rows": """
+        total(p.grad)
+        total(p.grad, tensor)
+        total(p.data, tensor)
+        total(p, tensor)
+        send(p.data, 0)
+        send(p[:, 2], 0)
+    """,
+}  # fmt: skip
+
+
+def in_groups(rank, folder):
+    """Slices on ranks 0 and 1, and on ranks 2 and 3."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicas", "tensor"))
+    groups = {name: mesh.get_group(name) for name in ("replicas", "tensor")}
+    model, plain = make(), make()
+    found = smpc.tensor_parallel.shard(model, {"ids": IDS}, TensorGroup.of(groups["tensor"]))
+    found(ids=IDS).backward()
+    plain(IDS).backward()
+    functions = {
+        "total": lambda tensor, group=None: dist.all_reduce(tensor, group=group),
+        "gather": lambda parts, tensor, group: dist.all_gather(parts, tensor, group),
+        "gather_single": lambda parts, tensor, group: dist.all_gather_into_tensor(parts, tensor.view(1), group),
+        "send": dist.broadcast,
+        "to_one": dist.reduce,
+    }
+    refused(model.up.weight, found.whole_state_dict, REFUSED_OVER_GROUPS, **functions, **groups)
+    alone = {
+        "total": lambda tensor, group=None: tensor.mul_(1 if group == "tensor" else 2),
+        "gather": lambda parts, tensor, group: parts[0].copy_(tensor),
+        "gather_single": lambda parts, tensor, group: parts[0].copy_(tensor),
+    }
+    for line in OVER_GROUPS:
+        run(line, model.up.weight, **functions, **groups, count=2, slices=2, copies=2)
+        run(line, plain.up.weight, **alone, replicas="replicas", tensor="tensor", count=1, slices=1, copies=2)
+        whole = found.whole_state_dict()["up.weight"]
+        if not torch.allclose(whole, plain.up.weight, rtol=1e-4, atol=1e-6):
+            return line
+    return ""
+
+
+def test_sums_over_other_ranks_than_those_with_the_slices_stay_of_the_slice_alone(tmp_path):
+    """Any all_reduce made a norm one of the whole, also one over replicas."""
+    assert run_workers(in_groups, 4, tmp_path) == [""] * 4
 
 
 @smp.step

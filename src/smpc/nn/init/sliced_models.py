@@ -47,7 +47,7 @@ def note_sliced(
     names = [name for name, _ in model.named_parameters(remove_duplicate=False)]
     if group.size > 1:
         sliced = {name: layouts[name] for name in names if name in layouts}
-        note_slices(model, {name: each.dim for name, each in sliced.items() if each.kind is LayoutKind.SHARDED})
+        note_slices(model, {name: each.dim for name, each in sliced.items() if each.kind is LayoutKind.SHARDED}, group)
 
 
 def note_distributed(model: nn.Module, group: TensorGroup) -> None:
@@ -69,7 +69,7 @@ def note_distributed(model: nn.Module, group: TensorGroup) -> None:
     if group.size > 1:
         owners = ((prefix, each) for prefix, each in model.named_modules() if isinstance(each, DistributedModule))
         shards = {f"{prefix}.{own}".lstrip("."): shard for prefix, each in owners for own, shard in each.shards.items()}
-        note_slices(model, {name: shard.dim for name, shard in shards.items()})
+        note_slices(model, {name: shard.dim for name, shard in shards.items()}, group)
 
 
 @functools.cache

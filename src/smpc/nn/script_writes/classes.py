@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 _KIND = "_smpc_between_steps"  # of a parameter: its class then
 _is_plain: ContextVar[bool] = ContextVar("smpc_parameters_are_plain", default=False)
@@ -68,7 +69,7 @@ def plain_parameters(model: nn.Module) -> Iterator[None]:
     token = _is_plain.set(True)
     for parameter in _noticed_in(model):
         if isinstance(parameter, NoticedParameter):
-            parameter.__class__ = nn.Parameter  # type: ignore[assignment]
+            parameter.__class__ = _ordinary_class(parameter)
     try:
         yield
     finally:
@@ -76,7 +77,7 @@ def plain_parameters(model: nn.Module) -> Iterator[None]:
             note()
         _is_plain.reset(token)
         for parameter in _noticed_in(model):
-            if type(parameter) is nn.Parameter and _KIND in vars(parameter):
+            if type(parameter) is _ordinary_class(parameter) and _KIND in vars(parameter):
                 parameter.__class__ = vars(parameter)[_KIND]
 
 
@@ -92,4 +93,8 @@ def are_noticed(model: nn.Module) -> bool:
 
 
 def _is_ordinary(parameter: nn.Parameter) -> bool:
-    return type(parameter) is nn.Parameter or isinstance(parameter, NoticedParameter)
+    return type(parameter) is _ordinary_class(parameter) or isinstance(parameter, NoticedParameter)
+
+
+def _ordinary_class(parameter: nn.Parameter) -> Any:
+    return DTensor if isinstance(parameter, DTensor) else nn.Parameter
