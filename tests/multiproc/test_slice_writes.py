@@ -10,6 +10,7 @@ import torch.distributed as dist
 from executor_harness import run_workers
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
 
 import smpc.tensor_parallel
 import smpc.v1 as smp
@@ -51,7 +52,7 @@ p.grad.add_(p.grad.clone().normal_(), alpha=0.01); p.sub_(p.grad)
 torch._foreach_addcdiv_([p], [p.grad], torch._foreach_add(torch._foreach_sqrt([p.abs()]), 1), -0.1)
 p.data = torch.nn.Parameter(p.data * 0.9).data
 p.mul_(0.9); f"{p.norm():.3f}"
-norm = p.square().sum(); total(norm); p.div_(norm.sqrt())
+norm = full(p.square().sum()); total(norm); p.div_(norm.sqrt())
 """.strip().splitlines()
 REFUSED = {
     "does the same to each": """
@@ -75,7 +76,7 @@ REFUSED = {
         p.grad.data[3].zero_()
         p.grad.index_fill_(0, rows, 0)
     """,
-    "random numbers for all of a parameter": """
+    "random numbers for all of a parameter|does the same to each": """
         p.data[8:].normal_()
         p.data[:, 8:].uniform_()
     """,
@@ -121,7 +122,11 @@ def make():
 def run(line, parameter, total=None, **others):
     torch.manual_seed(5)
     with torch.no_grad():
-        exec(line, {"p": parameter, "torch": torch, "rows": ROWS, "cols": ROWS, "total": total, **others})
+        exec(
+            line,
+            {"p": parameter, "torch": torch, "rows": ROWS, "cols": ROWS, "total": total, "full": lambda own: own}
+            | others,
+        )
 
 
 def refused(parameter, whole, refused=REFUSED, **others):
@@ -309,3 +314,51 @@ def test_scripts_that_write_elementwise_train_as_in_one_process(tmp_path, config
     for state in run_workers(train, 2, tmp_path, config):
         for name, value in plain.state_dict().items():
             torch.testing.assert_close(state[name], value, rtol=1e-4, atol=1e-5)
+
+
+def in_parts(rank, folder, config, right, wrong):
+    """Slices on ranks 0 and 1, and on ranks 2 and 3, which `fully_shard` divides over 0 and 2, and 1 and 3."""
+    smp.init({"microbatches": 2, "ddp": True, "tensor_parallel_degree": 2, "fully_shard": True, **config})
+    with smp.tensor_parallelism("tensor_parallel_plan" not in config):
+        model = make()
+    model, plain = smp.DistributedModel(model), make()
+    optimizer = smp.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=1.0))
+    step(model, IDS)
+    for ids in IDS.chunk(2):
+        (plain(ids) / 2).backward()
+
+    def parameter():
+        return next(each for name, each in model.local_named_parameters() if name.endswith("up.weight"))
+
+    def whole():
+        return {"up.weight": model.state_dict()["up.weight"]}
+
+    def total(own):
+        dist.all_reduce(own, group=smp.get_tp_process_group())
+
+    assert isinstance(parameter(), DTensor)
+    refused(parameter(), whole, wrong)
+    for line in right:
+        run(line, parameter(), total, full=lambda own: own.full_tensor())
+        run(line, plain.up.weight, lambda own: own)
+        if not torch.allclose(whole()["up.weight"], plain.up.weight, rtol=1e-4, atol=1e-6):
+            return line
+    optimizer.zero_grad()
+    step(model, IDS)
+    return "" if isinstance(parameter(), DTensor) else "no parts"
+
+
+BY_COLUMNS = {
+    "does the same to each": "p.data[:, 3] = 0",
+    "this rank's slice of .* alone": "p.div_(p.norm(dim=1, keepdim=True))",
+}
+IN_PARTS = [line.replace('f"{p.norm():.3f}"', "str(p.norm())") for line in RIGHT]  # torch formats no DTensors
+
+
+@pytest.mark.parametrize(
+    ("config", "right", "wrong"),
+    [(AUTO, IN_PARTS, REFUSED), ({"prescaled_batch": True}, ["p.data[3] = 0", "p.data.normal_()"], BY_COLUMNS)],
+)
+def test_writes_into_slices_in_parts_are_those_of_one_process_or_errors(tmp_path, config, right, wrong):
+    """Rows were those of each rank's slice, of which replicas have parts."""
+    assert run_workers(in_parts, 4, tmp_path, config, right, wrong) == [""] * 4
