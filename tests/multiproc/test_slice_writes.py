@@ -129,7 +129,7 @@ def run(line, parameter, total=None, **others):
         )
 
 
-def refused(parameter, whole, refused=REFUSED, **others):
+def refused(parameter, whole, refused=REFUSED, name="up.weight", **others):
     """Lines that are no error, or not the right one."""
     wrong, before = [], whole()
     for match, lines in refused.items():
@@ -138,7 +138,7 @@ def refused(parameter, whole, refused=REFUSED, **others):
                 run(line, parameter, **others)
                 wrong.append(line)
             except UsageError as error:
-                if "up.weight" not in str(error) or not re.search(match, str(error)):
+                if name not in str(error) or not re.search(match, str(error)):
                     wrong.append(f"{line}: {error}")
     assert not wrong, wrong
     torch.testing.assert_close(whole(), before, rtol=0, atol=0)

@@ -72,6 +72,24 @@ def note_distributed(model: nn.Module, group: TensorGroup) -> None:
         note_slices(model, {name: shard.dim for name, shard in shards.items()}, group)
 
 
+def note_rows(model: nn.Module, rows: Mapping[str, tuple[int, range]], group: TensorGroup, prefix: str = "") -> None:
+    """Ranks of `group` have rows of a model's parameters, by name: of how many, which this rank has; others are theirs. `prefix`: of the
+    names in messages."""
+
+    def whole_of(name: str, tensor: Tensor) -> WholeTensor | None:
+        if name not in rows:
+            return None
+        count, mine = rows[name]
+
+        def cut(whole: Tensor) -> Tensor:
+            return _own_part(tensor, whole[mine.start : mine.stop])
+
+        return WholeTensor(torch.Size((count, *tensor.shape[1:])), cut)
+
+    _note(model, whole_of, group)
+    note_slices(model, dict.fromkeys(rows, 0), group, prefix)
+
+
 @functools.cache
 def note_parts() -> None:
     """Of parameters that `fully_shard` has divided ranks have parts, DTensors; what knows more of one comes first. What scripts write into

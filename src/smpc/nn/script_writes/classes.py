@@ -60,6 +60,13 @@ def after_steps(model: nn.Module, note: Callable[[], None]) -> None:
     _noting.setdefault(model, []).append(note)
 
 
+def notice_again(model: nn.Module) -> None:
+    """Parameters have been exchanged for others between steps."""
+    for module in model.modules():
+        for note in _noting.get(module, ()):
+            note()
+
+
 @contextmanager
 def plain_parameters(model: nn.Module) -> Iterator[None]:
     """In this context the model's parameters are ordinary ones. What is noticed in it begins after it."""

@@ -118,7 +118,11 @@ def answer(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, A
         if _is_writing(name, named):
             return _write(name, func, args, named)
         like = known(args[0]) if args and name.endswith("_like") and draws_by(name) else None
-        drawn = None if like is None else drawn_as_whole(func, like.drawn_as(args[0]), *args[1:], **named)
+        drawn = (
+            None
+            if like is None or len(like.groups) > 1
+            else drawn_as_whole(func, like.drawn_as(args[0]), *args[1:], **named)
+        )
         if like is not None and drawn is not None:
             return told(drawn, like.like(drawn, like.dim))
         result = func(*args, **named)
@@ -200,7 +204,8 @@ def _write(name: str, func: Callable[..., Any], args: Sequence[Any], kwargs: dic
     slices = [(target, of) for target in targets if (of := known(target)) is not None and not of.is_partial]
     for target, of in slices:
         if draws_by(name):
-            if filled_as_whole(func, target, *args[1:], known_as=of.drawn_as(target), **kwargs):
+            is_one_cut = len(of.groups) == 1
+            if is_one_cut and filled_as_whole(func, target, *args[1:], known_as=of.drawn_as(target), **kwargs):
                 return target
             raise _uneven(name, of, target.shape)
         for each in rest:

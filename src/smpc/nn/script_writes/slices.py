@@ -106,17 +106,20 @@ class SlicePartParameter(SliceParameter, DTensor):
         vars(DTensor)["data"].__set__(self, _ordinary(value))
 
 
-def note_slices(model: nn.Module, dims: Mapping[str, int], group: TensorGroup) -> None:
-    """Ranks of `group` have slices of these parameters, by name, along these dimensions. Before anything puts the slices into parts."""
+def note_slices(model: nn.Module, dims: Mapping[str, int], group: TensorGroup, prefix: str = "") -> None:
+    """Ranks of `group` have slices of these parameters, by name, along these dimensions. Before anything puts the slices into parts.
+
+    `prefix`: of the model, in names that messages have.
+    """
     if group.process_group is None or group.size == 1:
         return
     _support()
-    ranks: Ranks = tuple(dist.get_process_group_ranks(group.process_group))
+    ranks = _ranks_of(group.process_group)
     places = []
     for name, dim in dims.items():
         path, _, own = name.rpartition(".")
         place = _Place(model.get_submodule(path), own)
-        places.append((place, _SliceOf(name, place, dim, (ranks,)).beside(place())))
+        places.append((place, _SliceOf(f"{prefix}.{name}".lstrip("."), place, dim, (ranks,)).beside(place())))
 
     def note() -> None:
         for place, of in places:
@@ -126,6 +129,13 @@ def note_slices(model: nn.Module, dims: Mapping[str, int], group: TensorGroup) -
 
     note()
     after_steps(model, note)
+
+
+def _ranks_of(group: dist.ProcessGroup) -> Ranks:
+    try:
+        return tuple(dist.get_process_group_ranks(group))
+    except KeyError:  # torch.distributed has not made it, and scripts cannot call its functions with it
+        return tuple(range(group.size()))
 
 
 @dataclass(slots=True)
@@ -172,7 +182,7 @@ class _Place:
 @functools.cache
 def _support() -> None:
     """Optimizers choose by the class, and `nn.Parameter(weight.data * 2)` would be of the class of its values."""
-    optimizer._foreach_supported_types.append(SliceParameter)
+    optimizer._foreach_supported_types += [SliceParameter, SlicePartParameter]
     torchs = nn.Parameter.__new__
 
     @functools.wraps(torchs)
