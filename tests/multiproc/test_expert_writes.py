@@ -86,7 +86,7 @@ def in_training(rank, folder, config):
         found = dict(model.local_named_parameters() if number else model.named_parameters())
         name = next(name for name in found if name.endswith("experts.up"))
         own, whole = found[name], plain.get_parameter(name.removeprefix("module."))
-        for line in ("p.data.mul_(0.9)", "p.data[:, 2] = 0", "p.div_(p.flatten(1).norm(dim=1)[:, None, None])"):
+        for line in ("p.data.mul_(0.9)", "p.data[:, 2] = 0", "p.clamp_(-0.2, 0.2)", "p.normal_(); p.mul_(0.2)"):
             run(line, own)
             run(line, whole)
         state = model.state_dict()

@@ -21,7 +21,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-_KIND = "_smpc_between_steps"  # of a parameter: its class then
+_KIND = "_smpc_between_steps"  # of a parameter: its class then, and its id
 _is_plain: ContextVar[bool] = ContextVar("smpc_parameters_are_plain", default=False)
 _known: weakref.WeakKeyDictionary[nn.Module, list[nn.Parameter]] = (
     weakref.WeakKeyDictionary()
@@ -46,10 +46,10 @@ class NoticedParameter(nn.Parameter):
 
 def between_steps(parameter: nn.Parameter, kind: type[NoticedParameter]) -> None:
     """Have a parameter be of a class outside of `plain_parameters`. One that others hold, or that is in parts, stays what it is."""
-    known = vars(parameter).get(_KIND, NoticedParameter)
+    known = _kind_of(parameter) or NoticedParameter
     if known is kind or not _is_ordinary(parameter) or not issubclass(kind, known):
         return
-    vars(parameter)[_KIND] = kind
+    vars(parameter)[_KIND] = kind, id(parameter)
     _known.clear()
     if not _is_plain.get():
         parameter.__class__ = kind
@@ -84,13 +84,13 @@ def plain_parameters(model: nn.Module) -> Iterator[None]:
             note()
         _is_plain.reset(token)
         for parameter in _noticed_in(model):
-            if type(parameter) is _ordinary_class(parameter) and _KIND in vars(parameter):
-                parameter.__class__ = vars(parameter)[_KIND]
+            if type(parameter) is _ordinary_class(parameter):
+                parameter.__class__ = _kind_of(parameter)
 
 
 def _noticed_in(model: nn.Module) -> list[nn.Parameter]:
     if model not in _known:
-        _known[model] = [each for each in model.parameters() if _KIND in vars(each)]
+        _known[model] = [each for each in model.parameters() if _kind_of(each) is not None]
     return _known[model]
 
 
@@ -101,6 +101,12 @@ def are_noticed(model: nn.Module) -> bool:
 
 def _is_ordinary(parameter: nn.Parameter) -> bool:
     return type(parameter) is _ordinary_class(parameter) or isinstance(parameter, NoticedParameter)
+
+
+def _kind_of(parameter: nn.Parameter) -> Any:
+    """Its class between steps; None: it has none. Another may have been given its attributes."""
+    kind, owner = vars(parameter).get(_KIND, (None, 0))
+    return kind if owner == id(parameter) else None
 
 
 def _ordinary_class(parameter: nn.Parameter) -> Any:

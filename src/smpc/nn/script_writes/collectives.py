@@ -73,7 +73,7 @@ def known_after(
         if is_own and not read:
             continue
         if is_own and each.shape == sources[0].size:
-            yield each, sources[0].like(each, sources[0].dim)
+            yield each, sources[0].like(each, sources[0].dims)
         else:
             yield each, replace(sources[0], is_partial=True, groups=left, twin=None) if left else None
 

@@ -42,13 +42,14 @@ SLICE = "_smpc_slice"  # of a value: what is known of it
 @dataclass(frozen=True, slots=True)
 class OfSlice:
     """Of which parameter, along which dimension it is sliced, and the root's layout in memory. `is_partial`: see above; it has no root.
-    `dim`: None for what is computed of even views elementwise, and has another shape: only all of it is even. `parameter()`: the slice.
+    `dims`: none for what is computed of even views elementwise, and has another shape: only all of it is even; several if ranks have slices
+    of slices, whose rows are rows of each. `parameter()`: the slice.
     `groups`: of ranks that have the other slices; of a partial value, those among which it may still differ. `twin`: a view of the root's
     twin, if there is one."""
 
     name: str
     parameter: Callable[[], Tensor | None]
-    dim: int | None
+    dims: tuple[int, ...]
     groups: tuple[Ranks, ...]
     size: tuple[int, ...]
     stride: tuple[int, ...]
@@ -58,10 +59,15 @@ class OfSlice:
 
     @classmethod
     def of(
-        cls, name: str, parameter: Callable[[], Tensor | None], dim: int | None, groups: tuple[Ranks, ...], root: Tensor
+        cls,
+        name: str,
+        parameter: Callable[[], Tensor | None],
+        dims: tuple[int, ...],
+        groups: tuple[Ranks, ...],
+        root: Tensor,
     ) -> OfSlice:
         """A root."""
-        found = cls(name, parameter, dim, groups, tuple(root.shape), root.stride(), int(root.storage_offset()))
+        found = cls(name, parameter, dims, groups, tuple(root.shape), root.stride(), int(root.storage_offset()))
         if not isinstance(root, DTensor) and not found.has_one_row:
             return found
         return replace(found, twin=torch.empty_strided(*found.layout, device="meta"))
@@ -69,26 +75,25 @@ class OfSlice:
     @property
     def has_one_row(self) -> bool:
         """Whether a row of it is all of it."""
-        return self.dim is not None and self.size[self.dim] == 1
+        return any(self.size[dim] == 1 for dim in self.dims)
 
     @property
     def layout(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """The sizes and strides of what views are compared in: of the root, or of two rows."""
         if not self.has_one_row:
             return self.size, self.stride
-        assert self.dim is not None
-        size = (*self.size[: self.dim], 2, *self.size[self.dim + 1 :])
+        size = tuple(2 if dim in self.dims and each == 1 else each for dim, each in enumerate(self.size))
         return size, torch.empty(size, device="meta").stride()
 
-    def like(self, root: Tensor, dim: int | None) -> OfSlice:
+    def like(self, root: Tensor, dims: tuple[int, ...]) -> OfSlice:
         """Another root, of the same parameter."""
-        return OfSlice.of(self.name, self.parameter, dim, self.groups, root)
+        return OfSlice.of(self.name, self.parameter, dims, self.groups, root)
 
     def drawn_as(self, tensor: Tensor) -> Tensor:
         """Of which tensor it is known what one process draws for one like this: the parameter, for all of a root of its shape."""
         own = self.parameter()
         is_root = tensor.shape == self.size and tensor.stride() == self.stride and not self.is_partial
-        return own if own is not None and is_root and self.dim is not None and own.shape == self.size else tensor
+        return own if own is not None and is_root and self.dims and own.shape == self.size else tensor
 
 
 def known(value: Any) -> OfSlice | None:
@@ -112,7 +117,7 @@ def is_even(view: Tensor, of: OfSlice) -> bool:
         return True
     mark = _mark(of, view.device)
     _view_of(mark, view, of).fill_(True)
-    return _is_alike(mark, of.dim)
+    return _is_alike(mark, of.dims)
 
 
 def has_even_index(target: Tensor, index: Any, of: OfSlice) -> bool:
@@ -124,7 +129,7 @@ def has_even_index(target: Tensor, index: Any, of: OfSlice) -> bool:
         _view_of(mark, target, of)[tree_map(_whole, index)] = True
     except _CANNOT:
         return False
-    return _is_alike(mark, of.dim)
+    return _is_alike(mark, of.dims)
 
 
 def seen_on_twin(
@@ -156,10 +161,10 @@ def _view_of(mark: Tensor, view: Tensor, of: OfSlice) -> Tensor:
     return mark.as_strided(view.shape, view.stride(), view.storage_offset() - of.offset)
 
 
-def _is_alike(mark: Tensor, dim: int | None) -> bool:
-    if dim is None:
+def _is_alike(mark: Tensor, dims: tuple[int, ...]) -> bool:
+    if not dims:
         return bool(mark.all()) or not bool(mark.any())
-    return not mark.numel() or bool((mark == mark.narrow(dim, 0, 1)).all())
+    return not mark.numel() or all(bool((mark == mark.narrow(dim, 0, 1)).all()) for dim in dims)
 
 
 def _numel(size: Sequence[int]) -> int:
@@ -171,24 +176,42 @@ def _numel(size: Sequence[int]) -> int:
 
 def has_rows(tensor: Tensor, of: OfSlice) -> bool:
     """Whether a tensor has the slice's rows."""
-    return of.dim is not None and tensor.dim() > of.dim and tensor.shape[of.dim] == of.size[of.dim]
+    return bool(of.dims) and all(_has_rows_along(tensor, of, dim) for dim in of.dims)
+
+
+def _has_rows_along(tensor: Tensor, of: OfSlice, dim: int) -> bool:
+    return tensor.dim() > dim and tensor.shape[dim] == of.size[dim]
 
 
 def rows_apart(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], of: OfSlice) -> bool:
     """Whether a function gives halves of the rows what it gives all of them."""
-    if of.dim is None or draws_by(getattr(func, "__name__", "")):
+    if not of.dims or draws_by(getattr(func, "__name__", "")):
         return False
-    rows = max(of.size[of.dim], 2)
+    return all(_rows_apart_along(dim, func, args, kwargs, of) for dim in of.dims)
+
+
+def _rows_apart_along(
+    dim: int, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], of: OfSlice
+) -> bool:
+    rows = max(of.size[dim], 2)
     halves = ((0, rows // 2), (rows // 2, rows - rows // 2), (0, rows))
     try:
-        low, high, whole = (tree_leaves(_of_rows(func, args, kwargs, of, *each)) for each in halves)
+        low, high, whole = (tree_leaves(_of_rows(dim, func, args, kwargs, of, *each)) for each in halves)
     except _CANNOT:
         return False
-    return all(_is_joined(a, b, c, of.dim) for a, b, c in zip(low, high, whole, strict=True) if isinstance(c, Tensor))
+    if not len(low) == len(high) == len(whole):
+        return False
+    return all(_is_joined(a, b, c, dim) for a, b, c in zip(low, high, whole, strict=True) if isinstance(c, Tensor))
 
 
 def _of_rows(
-    func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], of: OfSlice, start: int, length: int
+    dim: int,
+    func: Callable[..., Any],
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    of: OfSlice,
+    start: int,
+    length: int,
 ) -> Any:
     """What a function gives some of the rows. A second row beside one that is alone is half of it."""
 
@@ -196,18 +219,16 @@ def _of_rows(
         if not isinstance(value, Tensor):
             return value
         own = _whole(value)
-        if of.dim is None or not has_rows(own, of):
+        if not _has_rows_along(own, of, dim):
             return own.clone()
-        own = torch.cat([own, own / 2 if own.is_floating_point() else own], of.dim) if of.has_one_row else own
-        return own.narrow(of.dim, start, length).clone()
+        own = torch.cat([own, own / 2 if own.is_floating_point() else own], dim) if of.size[dim] == 1 else own
+        return own.narrow(dim, start, length).clone()
 
     return func(*tree_map(cut, tuple(args)), **tree_map(cut, dict(kwargs)))
 
 
 def _is_joined(low: Tensor, high: Tensor, whole: Tensor, dim: int) -> bool:
     if whole.dim() <= dim or low.dim() != whole.dim() or low.shape[dim] + high.shape[dim] != whole.shape[dim]:
-        return False
-    if not low.shape[dim]:
         return False
     return torch.allclose(torch.cat([low, high], dim).double(), whole.double(), rtol=1e-4, equal_nan=True)
 

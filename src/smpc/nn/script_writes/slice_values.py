@@ -99,7 +99,7 @@ class SlicePartValues(SliceValues, DTensor):
         if of is None:
             return found
         is_root = not of.is_partial and self.shape == of.size
-        return told(found, of.like(found, of.dim) if is_root else replace(of, is_partial=True, twin=None))
+        return told(found, of.like(found, of.dims) if is_root else replace(of, is_partial=True, twin=None))
 
     def redistribute(self, *args: Any, **kwargs: Any) -> DTensor:
         """The same values."""
@@ -124,7 +124,7 @@ def answer(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, A
             else drawn_as_whole(func, like.drawn_as(args[0]), *args[1:], **named)
         )
         if like is not None and drawn is not None:
-            return told(drawn, like.like(drawn, like.dim))
+            return told(drawn, like.like(drawn, like.dims))
         result = func(*args, **named)
         if not name.startswith("_foreach_"):
             return _known_result(name, func, args, named, result)
@@ -204,8 +204,7 @@ def _write(name: str, func: Callable[..., Any], args: Sequence[Any], kwargs: dic
     slices = [(target, of) for target in targets if (of := known(target)) is not None and not of.is_partial]
     for target, of in slices:
         if draws_by(name):
-            is_one_cut = len(of.groups) == 1
-            if is_one_cut and filled_as_whole(func, target, *args[1:], known_as=of.drawn_as(target), **kwargs):
+            if filled_as_whole(func, target, *args[1:], known_as=of.drawn_as(target), **kwargs):
                 return target
             raise _uneven(name, of, target.shape)
         for each in rest:
@@ -301,14 +300,14 @@ def _tell(
 ) -> None:
     """Have values know what was computed of what is given."""
     all_known = [(each, of) for each in given if (of := known(each)) is not None]
-    first = next((of for _, of in all_known if of.dim is not None), all_known[0][1])
+    first = next((of for _, of in all_known if of.dims), all_known[0][1])
     by_element = is_elementwise(name)
     are_even = not any(of.is_partial or not is_even(each, of) for each, of in all_known)
     apart = are_even and (by_element or rows_apart(func, args, kwargs, first))
     for each in values:
         have_rows = apart and has_rows(each, first)
         is_like = apart and by_element and any(each.shape == one.shape for one in given)
-        own = first.like(each, first.dim if have_rows else None)
+        own = first.like(each, first.dims if have_rows else ())
         if not have_rows and not is_like:
             own = replace(own, is_partial=True, groups=_groups(*given), twin=None)
         told(each, own)
@@ -319,7 +318,7 @@ def _groups(*values: Any) -> tuple[Ranks, ...]:
 
 
 def _uneven(what: str, of: OfSlice, shape: Sequence[int]) -> UsageError:
-    rows = "values" if of.dim is None else f"{of.size[of.dim]} rows along dimension {of.dim}"
+    rows = " and ".join(f"{of.size[dim]} rows along dimension {dim}" for dim in of.dims) or "values"
     return UsageError(
         f"{what}: expected a write that does the same to each of the {rows} of {of.name!r}, of which this rank has a slice, found one for "
         f"a part of shape {list(shape)}: other rows of the parameter on each rank; "

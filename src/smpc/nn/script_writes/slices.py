@@ -117,9 +117,8 @@ def note_slices(model: nn.Module, dims: Mapping[str, int], group: TensorGroup, p
     ranks = _ranks_of(group.process_group)
     places = []
     for name, dim in dims.items():
-        path, _, own = name.rpartition(".")
-        place = _Place(model.get_submodule(path), own)
-        places.append((place, _SliceOf(f"{prefix}.{name}".lstrip("."), place, dim, (ranks,)).beside(place())))
+        place = Place.of(model, name)
+        places.append((place, _SliceOf(f"{prefix}.{name}".lstrip("."), place, (dim,), (ranks,)).beside(place())))
 
     def note() -> None:
         for place, of in places:
@@ -143,8 +142,8 @@ class _SliceOf:
     """What is known of a parameter. `shape`: of the slice, once there is one."""
 
     name: str
-    place: _Place
-    dim: int | None
+    place: Place
+    dims: tuple[int, ...]
     groups: tuple[Ranks, ...]
     shape: torch.Size | None = None
 
@@ -162,21 +161,28 @@ class _SliceOf:
         if other is None:
             return self
         groups = tuple(dict.fromkeys((*other.groups, *self.groups)))
-        return replace(self, dim=self.dim if self.dim == other.dim else None, groups=groups)
+        return replace(self, dims=tuple(dict.fromkeys((*other.dims, *self.dims))), groups=groups)
 
 
-class _Place:
-    """Where a module has a parameter. Copies of it, in files, are nowhere."""
+class Place:
+    """Where a module has a parameter, whatever wraps the module. Copies of it, in files, are nowhere."""
 
     def __init__(self, module: nn.Module, own: str) -> None:
         self._module, self._own = weakref.ref(module), own
 
+    @classmethod
+    def of(cls, model: nn.Module, name: str) -> Place:
+        """The place that has a name in a model."""
+        path, _, own = name.rpartition(".")
+        return cls(model.get_submodule(path), own)
+
     def __call__(self) -> nn.Parameter | None:
+        """What is there now."""
         module = self._module()
         return None if module is None else module._parameters.get(self._own)
 
     def __reduce__(self) -> Any:
-        return _Place, (nn.Module(), self._own)
+        return Place, (nn.Module(), self._own)
 
 
 @functools.cache
@@ -216,7 +222,7 @@ def _known(parameter: Tensor, tensor: Tensor) -> OfSlice | None:
         or tensor.shape != of.shape
     ):
         return None
-    return OfSlice.of(of.name, of.place, of.dim, of.groups, tensor)
+    return OfSlice.of(of.name, of.place, of.dims, of.groups, tensor)
 
 
 def _ordinary(value: Any, what: str = "weight.data = ...") -> Any:
