@@ -68,14 +68,19 @@ def known_after(
         sources = [of for one in (read or [each]) if (of := known(one)) is not None]
         if not sources:
             continue
-        left = _still_different(sources, ranks, makes_alike=func.__name__ in _TO_ALL)
-        is_own = not any(of.is_partial for of in sources) and not any(len({*g} & ranks) > 1 for g in _groups(sources))
+        are_roots, mixes = (
+            not any(of.is_partial for of in sources),
+            any(len({*g} & ranks) > 1 for g in _groups(sources)),
+        )
+        is_mixed = are_roots and mixes and not read  # rows of ranks in one place
+        left = _still_different(sources, ranks, makes_alike=func.__name__ in _TO_ALL and not is_mixed)
+        is_own = are_roots and not mixes
         if is_own and not read:
             continue
         if is_own and each.shape == sources[0].size:
             yield each, sources[0].like(each, sources[0].dims)
         else:
-            yield each, replace(sources[0], is_partial=True, groups=left, twin=None) if left else None
+            yield each, replace(sources[0], is_partial=True, groups=left, twin=None, pieces=()) if left else None
 
 
 def _given(

@@ -42,10 +42,10 @@ SLICE = "_smpc_slice"  # of a value: what is known of it
 @dataclass(frozen=True, slots=True)
 class OfSlice:
     """Of which parameter, along which dimension it is sliced, and the root's layout in memory. `is_partial`: see above; it has no root.
-    `dims`: none for what is computed of even views elementwise, and has another shape: only all of it is even; several if ranks have slices
-    of slices, whose rows are rows of each. `parameter()`: the slice.
-    `groups`: of ranks that have the other slices; of a partial value, those among which it may still differ. `twin`: a view of the root's
-    twin, if there is one."""
+    `dims`: several if ranks have slices of slices, whose rows are rows of each; none where rows are not told apart (`weight.view(-1) * 2`):
+    only all of it is even, or all of one of the `pieces`, the start and length of each of several that were lined up. `parameter()`: the
+    slice. `groups`: of ranks that have the other slices; of a partial value, those among which it may still differ. `twin`: a view of the
+    root's twin, if there is one."""
 
     name: str
     parameter: Callable[[], Tensor | None]
@@ -56,6 +56,7 @@ class OfSlice:
     offset: int
     is_partial: bool = False
     twin: Tensor | None = field(default=None, compare=False)
+    pieces: tuple[tuple[int, int], ...] = ()
 
     @classmethod
     def of(
@@ -117,7 +118,7 @@ def is_even(view: Tensor, of: OfSlice) -> bool:
         return True
     mark = _mark(of, view.device)
     _view_of(mark, view, of).fill_(True)
-    return _is_alike(mark, of.dims)
+    return _is_alike(mark, of)
 
 
 def has_even_index(target: Tensor, index: Any, of: OfSlice) -> bool:
@@ -129,7 +130,7 @@ def has_even_index(target: Tensor, index: Any, of: OfSlice) -> bool:
         _view_of(mark, target, of)[tree_map(_whole, index)] = True
     except _CANNOT:
         return False
-    return _is_alike(mark, of.dims)
+    return _is_alike(mark, of)
 
 
 def seen_on_twin(
@@ -161,10 +162,30 @@ def _view_of(mark: Tensor, view: Tensor, of: OfSlice) -> Tensor:
     return mark.as_strided(view.shape, view.stride(), view.storage_offset() - of.offset)
 
 
-def _is_alike(mark: Tensor, dims: tuple[int, ...]) -> bool:
-    if not dims:
-        return bool(mark.all()) or not bool(mark.any())
-    return not mark.numel() or all(bool((mark == mark.narrow(dim, 0, 1)).all()) for dim in dims)
+def _is_alike(mark: Tensor, of: OfSlice) -> bool:
+    if of.dims:
+        return not mark.numel() or all(bool((mark == mark.narrow(dim, 0, 1)).all()) for dim in of.dims)
+    flat = mark.reshape(-1)
+    pieces = [flat.narrow(0, *each) for each in of.pieces or ((0, len(flat)),)]
+    return all(bool(piece.all()) or not bool(piece.any()) for piece in pieces)
+
+
+def dims_of(view: Tensor, of: OfSlice) -> tuple[int, ...]:
+    """The dimensions along which an even view has the slice's rows; none if they are not told apart (`weight.view(-1)`)."""
+    if of.is_partial or not of.dims:
+        return ()
+    size, stride = of.layout
+    shape, strides = (view.shape, view.stride()) if of.twin is None else (of.twin.shape, of.twin.stride())
+    found = []
+    for dim in of.dims:
+        if shape == size and strides == stride:
+            fitting = [dim]
+        else:
+            fitting = [at for at, each in enumerate(shape) if each == size[dim] and strides[at] == stride[dim]]
+        if len(fitting) != 1:
+            return ()
+        found += fitting
+    return tuple(found)
 
 
 def _numel(size: Sequence[int]) -> int:
@@ -174,63 +195,122 @@ def _numel(size: Sequence[int]) -> int:
 # -- functions -----------------------------------------------------------------------------------------------------------------------------
 
 
-def has_rows(tensor: Tensor, of: OfSlice) -> bool:
-    """Whether a tensor has the slice's rows."""
-    return bool(of.dims) and all(_has_rows_along(tensor, of, dim) for dim in of.dims)
+def rows_after(
+    func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], like: Tensor, of: OfSlice
+) -> list[tuple[int, ...] | None]:
+    """For each tensor that a function returns, the dimensions along which it has the rows of `like`, of which it was computed; None if
+    it has not what halves of the rows give. Empty if that cannot be tried."""
+    dims = dims_of(like, of)
+    if not dims or draws_by(getattr(func, "__name__", "")):
+        return []
+    along = []
+    for place, dim in enumerate(dims):
+        try:
+            low, high, whole = (_tensors(_of_rows(place, half, func, args, kwargs, like, dim)) for half in range(3))
+        except _CANNOT:
+            return []
+        if not len(low) == len(high) == len(whole):
+            return []
+        along.append([_joined_along(a, b, c, dim) for a, b, c in zip(low, high, whole, strict=True)])
+    return [None if None in each else tuple(each) for each in zip(*along, strict=True)]
 
 
-def _has_rows_along(tensor: Tensor, of: OfSlice, dim: int) -> bool:
-    return tensor.dim() > dim and tensor.shape[dim] == of.size[dim]
-
-
-def rows_apart(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], of: OfSlice) -> bool:
-    """Whether a function gives halves of the rows what it gives all of them."""
-    if not of.dims or draws_by(getattr(func, "__name__", "")):
-        return False
-    return all(_rows_apart_along(dim, func, args, kwargs, of) for dim in of.dims)
-
-
-def _rows_apart_along(
-    dim: int, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], of: OfSlice
-) -> bool:
-    rows = max(of.size[dim], 2)
-    halves = ((0, rows // 2), (rows // 2, rows - rows // 2), (0, rows))
-    try:
-        low, high, whole = (tree_leaves(_of_rows(dim, func, args, kwargs, of, *each)) for each in halves)
-    except _CANNOT:
-        return False
-    if not len(low) == len(high) == len(whole):
-        return False
-    return all(_is_joined(a, b, c, dim) for a, b, c in zip(low, high, whole, strict=True) if isinstance(c, Tensor))
+def _tensors(values: Any) -> list[Tensor]:
+    return [each for each in tree_leaves(values) if isinstance(each, Tensor)]
 
 
 def _of_rows(
-    dim: int,
+    place: int,
+    half: int,
     func: Callable[..., Any],
     args: Sequence[Any],
     kwargs: Mapping[str, Any],
-    of: OfSlice,
-    start: int,
-    length: int,
+    like: Tensor,
+    dim: int,
 ) -> Any:
-    """What a function gives some of the rows. A second row beside one that is alone is half of it."""
+    """What a function gives the first (0) or second (1) half of the rows, or all (2). A row that is alone gets a second, half of it.
+
+    Ordinary tensors are cut like `like` where they have as many rows along `dim`.
+    """
 
     def cut(value: Any) -> Any:
         if not isinstance(value, Tensor):
             return value
-        own = _whole(value)
-        if not _has_rows_along(own, of, dim):
+        of, own = known(value), _whole(value)
+        has_rows = own.dim() > dim and own.shape[dim] == like.shape[dim]
+        dims = ((dim,) * (place + 1) if has_rows else ()) if of is None else dims_of(value, of)
+        if place >= len(dims):
             return own.clone()
-        own = torch.cat([own, own / 2 if own.is_floating_point() else own], dim) if of.size[dim] == 1 else own
-        return own.narrow(dim, start, length).clone()
+        at = dims[place]
+        own = torch.cat([own, own / 2 if own.is_floating_point() else own], at) if own.shape[at] == 1 else own
+        middle = own.shape[at] // 2
+        parts = ((0, middle), (middle, own.shape[at] - middle), (0, own.shape[at]))
+        return own.narrow(at, *parts[half]).clone()
 
     return func(*tree_map(cut, tuple(args)), **tree_map(cut, dict(kwargs)))
 
 
-def _is_joined(low: Tensor, high: Tensor, whole: Tensor, dim: int) -> bool:
-    if whole.dim() <= dim or low.dim() != whole.dim() or low.shape[dim] + high.shape[dim] != whole.shape[dim]:
+def _joined_along(low: Tensor, high: Tensor, whole: Tensor, dim: int) -> int | None:
+    """The dimension along which two tensors are parts of a third, `dim` if it can be."""
+    for at in sorted(range(whole.dim()), key=lambda each: each != dim):
+        shape = list(whole.shape)
+        shape[at] -= low.shape[at] if low.dim() == whole.dim() else 0
+        if list(high.shape) != shape or low.shape[at] in (0, whole.shape[at]):
+            continue
+        if torch.allclose(torch.cat([low, high], at).double(), whole.double(), rtol=1e-4, equal_nan=True):
+            return at
+    return None
+
+
+def is_independent(
+    func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], made: Sequence[Tensor]
+) -> bool:
+    """Whether a function has made numbers that it makes of any values of slices, too: it has only looked at sizes and types."""
+    if draws_by(getattr(func, "__name__", "")) or not all(each.is_floating_point() for each in made):
         return False
-    return torch.allclose(torch.cat([low, high], dim).double(), whole.double(), rtol=1e-4, equal_nan=True)
+
+    def other(value: Any) -> Any:
+        of, own = known(value), _whole(value)
+        if of is None or not own.is_floating_point():
+            return own.clone() if isinstance(own, Tensor) else own
+        return torch.rand(own.shape, generator=torch.Generator().manual_seed(0)).to(own)
+
+    try:
+        leaves = _tensors(func(*tree_map(other, tuple(args)), **tree_map(other, dict(kwargs))))
+    except _CANNOT:
+        return False
+    pairs = zip(map(_whole, made), leaves, strict=False)
+    return len(leaves) == len(made) and all(torch.equal(one, each) for one, each in pairs)
+
+
+def lined_up(
+    func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], made: Tensor
+) -> tuple[tuple[int, int], ...]:
+    """Where a tensor has all elements of those that it was made of, in their order, the start and length of each; none if it has not."""
+    given = _tensors((args, kwargs))
+    if sum(each.numel() for each in given) != made.numel():
+        return ()
+    starts = [0]
+
+    def number(value: Any) -> Any:
+        if not isinstance(value, Tensor):
+            return value
+        starts.append(starts[-1] + value.numel())
+        return torch.arange(starts[-2], starts[-1], dtype=torch.int32).view(value.shape)
+
+    try:
+        leaves = _tensors(func(*tree_map(number, tuple(args)), **tree_map(number, dict(kwargs))))
+    except _CANNOT:
+        return ()
+    if len(leaves) != 1 or not torch.equal(leaves[0].reshape(-1), torch.arange(made.numel(), dtype=torch.int32)):
+        return ()
+    return tuple(piece for start, each in zip(starts, given, strict=False) for piece in _pieces_of(start, each))
+
+
+def _pieces_of(start: int, value: Tensor) -> list[tuple[int, int]]:
+    of = known(value)
+    pieces = of.pieces if of is not None and of.pieces and value.numel() == _numel(of.size) else ((0, value.numel()),)
+    return [(start + first, length) for first, length in pieces]
 
 
 def _whole(value: Any) -> Any:

@@ -37,14 +37,16 @@ from smpc.nn.script_writes.rows import (
     OfSlice,
     Ranks,
     computes,
+    dims_of,
     draws_by,
     has_even_index,
-    has_rows,
     is_elementwise,
     is_even,
+    is_independent,
     known,
+    lined_up,
     plain,
-    rows_apart,
+    rows_after,
     seen_on_twin,
     unknown_view,
 )
@@ -99,7 +101,7 @@ class SlicePartValues(SliceValues, DTensor):
         if of is None:
             return found
         is_root = not of.is_partial and self.shape == of.size
-        return told(found, of.like(found, of.dims) if is_root else replace(of, is_partial=True, twin=None))
+        return told(found, of.like(found, of.dims) if is_root else replace(of, is_partial=True, twin=None, pieces=()))
 
     def redistribute(self, *args: Any, **kwargs: Any) -> DTensor:
         """The same values."""
@@ -212,14 +214,22 @@ def _write(name: str, func: Callable[..., Any], args: Sequence[Any], kwargs: dic
         if name == "__setitem__":
             if not has_even_index(target, args[1], of):
                 raise _uneven("weight[...] = ...", of, target.shape)
-        elif not is_even(target, of) or (
-            not (is_elementwise(name) or name.startswith("_foreach_")) and not rows_apart(func, args, kwargs, of)
-        ):
+        elif not is_even(target, of) or not _keeps_rows(name, func, args, kwargs, target, of):
             raise _uneven(name, of, target.shape)
     result = func(*args, **kwargs)
     if len(slices) < len(targets):
         _pass_on(name, func, args, kwargs, targets, rest)
     return result
+
+
+def _keeps_rows(
+    name: str, func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any], target: Tensor, of: OfSlice
+) -> bool:
+    """Whether what is written into a row is of that row."""
+    if is_elementwise(name) or name.startswith("_foreach_"):
+        return True
+    found = rows_after(func, args, kwargs, target, of)
+    return bool(found) and found[0] == dims_of(target, of)
 
 
 def _targets(args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[list[Any], list[Any]]:
@@ -251,8 +261,13 @@ def _pass_on(
             _forget(target)
         elif rest and (of is not None and of.is_partial):
             told(target, replace(of, groups=_groups(target, *rest)))
-        elif rest and type(target) in (Tensor, DTensor):
+        elif rest and type(target) in (Tensor, DTensor) and not (name == "__setitem__" and _are_even(rest)):
             _tell(name, func, args, kwargs, rest, [target])
+
+
+def _are_even(values: list[Any]) -> bool:
+    pairs = ((each, of) for each in values if (of := known(each)) is not None)
+    return not any(of.is_partial or not is_even(each, of) for each, of in pairs)
 
 
 # -- results -------------------------------------------------------------------------------------------------------------------------------
@@ -298,19 +313,45 @@ def _tell(
     given: list[Any],
     values: list[Any],
 ) -> None:
-    """Have values know what was computed of what is given."""
+    """Have values, all or some of what a function returns, know what was computed of what is given."""
     all_known = [(each, of) for each in given if (of := known(each)) is not None]
-    first = next((of for _, of in all_known if of.dims), all_known[0][1])
-    by_element = is_elementwise(name)
-    are_even = not any(of.is_partial or not is_even(each, of) for each, of in all_known)
-    apart = are_even and (by_element or rows_apart(func, args, kwargs, first))
-    for each in values:
-        have_rows = apart and has_rows(each, first)
-        is_like = apart and by_element and any(each.shape == one.shape for one in given)
-        own = first.like(each, first.dims if have_rows else ())
-        if not have_rows and not is_like:
-            own = replace(own, is_partial=True, groups=_groups(*given), twin=None)
-        told(each, own)
+    groups = _groups(*given)
+    roots = _roots(name, func, args, kwargs, all_known, values) if _are_even(given) else iter([None] * len(values))
+    for each, own in zip(values, roots, strict=True):
+        if own is not None:
+            told(each, replace(own, groups=groups))
+    left = [each for each in values if not isinstance(each, SliceValues)]
+    if left and not is_independent(func, args, kwargs, left):
+        for each in left:
+            told(each, replace(all_known[0][1], is_partial=True, groups=groups, twin=None, pieces=()))
+
+
+def _roots(
+    name: str,
+    func: Callable[..., Any],
+    args: Sequence[Any],
+    kwargs: dict[str, Any],
+    given: list[tuple[Any, OfSlice]],
+    values: list[Any],
+) -> Iterator[OfSlice | None]:
+    """What is known of values that were computed of even views; None if they are partial."""
+    first, of = next((pair for pair in given if dims_of(*pair)), given[0])
+    after: list[tuple[int, ...] | None] | None = None
+    for number, each in enumerate(values):
+        like = next(((one, own) for one, own in given if one.shape == each.shape), None)
+        if is_elementwise(name) and like is not None:
+            like = next((pair for pair in given if pair[0].shape == each.shape and dims_of(*pair)), like)
+            yield replace(
+                like[1].like(each, dims_of(*like)), pieces=like[1].pieces if each.shape == like[1].size else ()
+            )
+            continue
+        after = rows_after(func, args, kwargs, first, of) if after is None else after
+        dims = after[number] if len(after) == len(values) else None
+        if dims is not None:
+            yield of.like(each, dims)
+        else:
+            pieces = lined_up(func, args, kwargs, each)
+            yield replace(of.like(each, ()), pieces=pieces) if pieces else None
 
 
 def _groups(*values: Any) -> tuple[Ranks, ...]:
