@@ -164,6 +164,7 @@ def looks_at(parameter):
     assert parameter._backward_hooks
     handle.remove()
     assert isinstance(parameter, nn.Parameter)
+    assert type(nn.Parameter(parameter)) is type(type(parameter)(torch.ones(2), False)) is nn.Parameter
     assert parameter.grad is parameter.grad
     assert parameter in {parameter: 0}
     (parameter.square().sum() * 0).backward()

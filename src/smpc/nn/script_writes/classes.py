@@ -10,6 +10,7 @@ here has weak references to parameters, with which torch could not swap them.
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
@@ -30,7 +31,11 @@ _noting: weakref.WeakKeyDictionary[nn.Module, list[Callable[[], None]]] = weakre
 
 
 class NoticedParameter(nn.Parameter):
-    """The base of such classes. Copies and files have ordinary parameters."""
+    """The base of such classes. Copies, files, and what is made of one or by its class (`type(weight)(values)`) are ordinary parameters."""
+
+    def __new__(cls, data: Any = None, requires_grad: bool = True) -> Any:
+        """An ordinary one."""
+        return nn.Parameter(data, requires_grad)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
         if id(self) not in memo:
@@ -44,11 +49,27 @@ class NoticedParameter(nn.Parameter):
             return torch._utils._rebuild_parameter, (self.detach(), self.requires_grad, OrderedDict())
 
 
+@functools.cache
+def _make_ordinary() -> None:
+    """`nn.Parameter(weight)` asks of what class `weight` is."""
+    torchs = nn.Parameter.__new__
+
+    @functools.wraps(torchs)
+    def make(cls: Any, data: Any = None, *args: Any, **kwargs: Any) -> Any:
+        if isinstance(data, NoticedParameter):
+            with torch._C.DisableTorchFunctionSubclass():
+                data = data.detach()
+        return torchs(cls, data, *args, **kwargs)
+
+    nn.Parameter.__new__ = make  # type: ignore[method-assign]
+
+
 def between_steps(parameter: nn.Parameter, kind: type[NoticedParameter]) -> None:
     """Have a parameter be of a class outside of `plain_parameters`. One that others hold, or that is in parts, stays what it is."""
     known = _kind_of(parameter) or NoticedParameter
     if known is kind or not _is_ordinary(parameter) or not issubclass(kind, known):
         return
+    _make_ordinary()
     vars(parameter)[_KIND] = kind, id(parameter)
     _known.clear()
     if not _is_plain.get():
