@@ -2,6 +2,8 @@
 
 import copy
 import io
+import json
+import pickle
 import re
 
 import pytest
@@ -59,6 +61,7 @@ flat = torch.zeros(2 * p.numel()); flat[: p.numel()] = p.view(-1); p.copy_(flat[
 p.copy_((p.t() * 2).t()); p.copy_(p.t().contiguous().softmax(0).t())
 p.mul_(p.new_full((), 0.9)); p.mul_(torch.tensor(0.5, dtype=torch.float64).type_as(p)); p.add_(torch.ones(64).expand_as(p))
 p.mul_(0.9); f"{p.norm():.3f}"
+norm = full(p.square().sum()).item() + 0.0; norm = torch.tensor(norm); total(norm); p.div_(norm.sqrt().item())
 norm = full(p.square().sum()); total(norm); p.div_(norm.sqrt())
 """.strip().splitlines()
 REFUSED = {
@@ -107,6 +110,13 @@ REFUSED = {
         p.data = torch.nn.Parameter(p.data / p.data.norm()).data
         p.sub_((2 * p.grad.reshape(-1))[:64])
         torch._foreach_div_([p], torch._foreach_norm([p]))
+        p.mul_(1 / p.norm().item())
+        p.data *= min(1.0, 0.1 / (p.grad.norm().item() ** 2 + 1e-6) ** 0.5)
+        p.add_(p.grad, alpha=-p.abs().mean().item())
+        p.copy_(p * p.abs().max().item())
+        p.data[:, 2] = p[3, 2].item()
+        p.sub_(torch.full_like(p, p.norm().item()))
+        torch._foreach_mul_([p], p.norm().item())
         flat = torch.cat([p.view(-1), p.grad.view(-1)]); p.copy_(flat[5:5 + p.numel()].view_as(p))
         p.div_(torch.cat([p.view(-1), p.grad.view(-1)]).norm())
         p.copy_(p.t().contiguous().softmax(1).t())
@@ -167,6 +177,10 @@ def looks_at(parameter):
     assert type(nn.Parameter(parameter)) is type(type(parameter)(torch.ones(2), False)) is nn.Parameter
     assert parameter.grad is parameter.grad
     assert parameter in {parameter: 0}
+    with torch.no_grad():
+        number = 2 * parameter.norm().item()
+    assert f"{number:.2f} {json.dumps(number)}" == f"{float(number):.2f} {float(number)}"
+    assert type(pickle.loads(pickle.dumps(number))) is type(copy.deepcopy(number)) is float
     (parameter.square().sum() * 0).backward()
     parameter.grad.detach_()
 

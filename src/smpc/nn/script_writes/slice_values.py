@@ -50,6 +50,7 @@ from smpc.nn.script_writes.rows import (
     seen_on_twin,
     unknown_view,
 )
+from smpc.nn.script_writes.slice_numbers import SliceNumber
 
 _OWN = ("torch", "smpc")
 _OVERWRITE = ("zero_", "fill_", "copy_")
@@ -209,7 +210,7 @@ def _write(name: str, func: Callable[..., Any], args: Sequence[Any], kwargs: dic
             if filled_as_whole(func, target, *args[1:], known_as=of.drawn_as(target), **kwargs):
                 return target
             raise _uneven(name, of, target.shape)
-        for each in rest:
+        for each in (*rest, *_numbers(args, kwargs)):
             _check_operand(name, each)
         if name == "__setitem__":
             if not has_even_index(target, args[1], of):
@@ -240,7 +241,13 @@ def _targets(args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[list[Any],
     return written, [each for each in read if isinstance(each, SliceValues)]
 
 
-def _check_operand(name: str, value: Tensor) -> None:
+def _numbers(args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[SliceNumber]:
+    return [each for each in tree_leaves((args, kwargs)) if isinstance(each, SliceNumber)]
+
+
+def _check_operand(name: str, value: Tensor | SliceNumber) -> None:
+    if isinstance(value, SliceNumber):
+        raise _of_slice_alone(name, value.of)
     of = known(value)
     if of is not None and (of.is_partial or not is_even(value, of)):
         raise _of_slice_alone(name, of)
@@ -278,6 +285,8 @@ def _known_result(name: str, func: Callable[..., Any], args: Sequence[Any], kwar
     given = [each for each in tree_leaves((args, kwargs)) if isinstance(each, SliceValues)]
     made = [each for each in tree_leaves(result) if isinstance(each, Tensor) and not any(each is one for one in given)]
     made = [each for each in made if not (each.requires_grad and torch.is_grad_enabled())]
+    if isinstance(result, float) and name == "item" and not _are_even(given):
+        return SliceNumber.told(result, next(of for each in given if (of := known(each)) is not None))
     if not made or not given:
         return result
     for each, of in _views(func, args, kwargs, given, made):
@@ -315,13 +324,14 @@ def _tell(
 ) -> None:
     """Have values, all or some of what a function returns, know what was computed of what is given."""
     all_known = [(each, of) for each in given if (of := known(each)) is not None]
-    groups = _groups(*given)
-    roots = _roots(name, func, args, kwargs, all_known, values) if _are_even(given) else iter([None] * len(values))
+    groups = _groups(*given, *_numbers(args, kwargs))
+    are_even = _are_even(given) and not _numbers(args, kwargs)
+    roots = _roots(name, func, args, kwargs, all_known, values) if are_even else iter([None] * len(values))
     for each, own in zip(values, roots, strict=True):
         if own is not None:
             told(each, replace(own, groups=groups))
     left = [each for each in values if not isinstance(each, SliceValues)]
-    if left and not is_independent(func, args, kwargs, left):
+    if left and (_numbers(args, kwargs) or not is_independent(func, args, kwargs, left)):
         for each in left:
             told(each, replace(all_known[0][1], is_partial=True, groups=groups, twin=None, pieces=()))
 
@@ -355,7 +365,8 @@ def _roots(
 
 
 def _groups(*values: Any) -> tuple[Ranks, ...]:
-    return tuple(dict.fromkeys(group for each in values if (of := known(each)) is not None for group in of.groups))
+    found = (each.of if isinstance(each, SliceNumber) else known(each) for each in values)
+    return tuple(dict.fromkeys(group for of in found if of is not None for group in of.groups))
 
 
 def _uneven(what: str, of: OfSlice, shape: Sequence[int]) -> UsageError:

@@ -87,7 +87,7 @@ class SliceParameter(CountedParameter):
     @grad.setter
     def grad(self, value: Tensor | None) -> None:
         if value is not None:
-            check_whole(value)
+            check_whole(value, "weight.grad = ...")
         with torch._C.DisableTorchFunctionSubclass():
             _TORCHS.grad.__set__(self, value)
 
