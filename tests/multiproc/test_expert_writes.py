@@ -28,6 +28,8 @@ p.normal_()
 p.add_(torch.randn_like(p), alpha=0.1)
 torch.nn.init.xavier_uniform_(p)
 p.sub_(p.grad, alpha=0.1)
+for expert in p: expert.div_(expert.norm())
+for expert, grad in zip(p.data, p.grad): expert.sub_(grad)
 n = p.square().sum(); total(n); p.div_(n.sqrt())
 """.strip().splitlines()
 REFUSED = {

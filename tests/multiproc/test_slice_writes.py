@@ -59,7 +59,7 @@ flat = torch.cat([p.data.view(-1), p.grad.reshape(-1)]); flat *= 0.5; p.copy_(fl
 flat = torch.cat([p.data.flatten() for _ in range(2)]) - 1; p.data = flat.split(p.numel())[1].view_as(p)
 flat = torch.zeros(2 * p.numel()); flat[: p.numel()] = p.view(-1); p.copy_(flat[: p.numel()].view_as(p))
 p.copy_((p.t() * 2).t()); p.copy_(p.t().contiguous().softmax(0).t())
-p.mul_(p.new_full((), 0.9)); p.mul_(torch.tensor(0.5, dtype=torch.float64).type_as(p)); p.add_(torch.ones(64).expand_as(p))
+p.mul_(p.new_full((), 0.9)); p.mul_(torch.tensor(0.5, dtype=torch.float64).type_as(p)); p.add_(torch.ones(p.shape[1]).expand_as(p))
 p.mul_(0.9); f"{p.norm():.3f}"
 norm = full(p.square().sum()).item() + 0.0; norm = torch.tensor(norm); total(norm); p.div_(norm.sqrt().item())
 norm = full(p.square().sum()); total(norm); p.div_(norm.sqrt())

@@ -265,22 +265,36 @@ def _joined_along(low: Tensor, high: Tensor, whole: Tensor, dim: int) -> int | N
 def is_independent(
     func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], made: Sequence[Tensor]
 ) -> bool:
-    """Whether a function has made numbers that it makes of any values of slices, too: it has only looked at sizes and types."""
+    """Whether a function has only looked at sizes and types of slices: it has made views of what is none, or numbers that it makes of any
+    values of them."""
+    given = _tensors((args, kwargs))
+    read = [each for each in given if known(each) is None and not any(each is one for one in made)]
+    others = {each.untyped_storage()._cdata for each in read}
+    if all(each.untyped_storage()._cdata in others for each in made):
+        return True
     if draws_by(getattr(func, "__name__", "")) or not all(each.is_floating_point() for each in made):
         return False
-
-    def other(value: Any) -> Any:
-        of, own = known(value), _whole(value)
-        if of is None or not own.is_floating_point():
-            return own.clone() if isinstance(own, Tensor) else own
-        return torch.rand(own.shape, generator=torch.Generator().manual_seed(0)).to(own)
-
     try:
-        leaves = _tensors(func(*tree_map(other, tuple(args)), **tree_map(other, dict(kwargs))))
+        first, second = (_tensors(_of_values(func, args, kwargs, are_own=own)) for own in (True, False))
     except _CANNOT:
         return False
-    pairs = zip(map(_whole, made), leaves, strict=False)
-    return len(leaves) == len(made) and all(torch.equal(one, each) for one, each in pairs)
+    return len(first) == len(made) == len(second) and all(map(torch.equal, first, second))
+
+
+def _of_values(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], *, are_own: bool) -> Any:
+    """What a function gives the values of slices, or others. A row that is alone gets a second."""
+
+    def value_of(value: Any) -> Any:
+        if not isinstance(value, Tensor):
+            return value
+        of, own = known(value), _whole(value).clone()
+        for dim in () if of is None else dims_of(value, of):
+            own = torch.cat([own, own], dim) if own.shape[dim] == 1 else own
+        if are_own or of is None or not own.is_floating_point():
+            return own
+        return torch.rand(own.shape, generator=torch.Generator().manual_seed(0)).to(own)
+
+    return func(*tree_map(value_of, tuple(args)), **tree_map(value_of, dict(kwargs)))
 
 
 def lined_up(
