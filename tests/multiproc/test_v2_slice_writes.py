@@ -80,7 +80,12 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("case", CASES)
+LONG = ("fsdp1", "experts and tensors", "experts and tensors in fsdp2")
+
+
+@pytest.mark.parametrize(
+    "case", [pytest.param(case, marks=[pytest.mark.long] if case in LONG else []) for case in CASES]
+)
 def test_writes_are_those_of_one_process_or_errors(tmp_path, case):
     """Rows were those of each rank's slice, of DTensors of slices, too."""
     ranks, degrees, (family, name, kind), fsdp = CASES[case]

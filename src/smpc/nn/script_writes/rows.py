@@ -114,7 +114,7 @@ def plain(tensor: Tensor) -> Tensor:
 
 def is_even(view: Tensor, of: OfSlice) -> bool:
     """See above."""
-    if of.twin is None and view.numel() == _numel(of.size):
+    if (view if of.twin is None else of.twin).numel() == _numel(of.layout[0]):
         return True
     mark = _mark(of, view.device)
     _view_of(mark, view, of).fill_(True)
