@@ -21,6 +21,7 @@ later divide by the number of all ranks, as FSDP's `set_gradient_divide_factor` 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -33,12 +34,14 @@ from smpc.errors import ConfigError, ConfigUnsupportedError
 from smpc.executor.collectives import TensorGroup, sum_over
 from smpc.executor.replicas.apart import ExpertsApart
 from smpc.experts.confirm import Confirmations, Confirmed
-from smpc.experts.dispatch import WAYS
+from smpc.experts.dispatch import WAYS, owned
 from smpc.experts.listed import spread_out
 from smpc.experts.stacked import Options, cut
 from smpc.experts.structure import Found, Listed, Stacked, find_experts, register_experts, shared_and_trained
 from smpc.experts.whole import ExpertHoldings
 from smpc.in_place.skeleton import plain_name
+from smpc.nn.init.sliced_models import note_rows
+from smpc.nn.script_writes.classes import plain_parameters
 from smpc.optimizers.split_parameters import note_split
 from smpc.sharding.whole_parameters import average_gradients
 
@@ -163,11 +166,15 @@ def cut_experts(
     confirmed, left_whole = _confirmed_for_expert_parallel(model, group, experts, options.router)
     found: list[Found] = [one.experts if isinstance(one, Confirmed) else one for one in confirmed]
     holdings = ExpertHoldings.of(model, found if group.size > 1 else [], group)
+    options = replace(options, around=plain_parameters)
     for one in confirmed if group.size > 1 else []:
         if isinstance(one, Confirmed):
             cut(one, group, options)
         else:
             spread_out(one, group, options)
+    for stacked in (one for one in found if isinstance(one, Stacked) and group.size > 1):
+        mine = owned(stacked.num_experts, group)
+        note_rows(stacked.module, dict.fromkeys(stacked.parameters, (stacked.num_experts, mine)), group, stacked.name)
     return ExpertParallelModule(model, group, holdings, {one.name: one.num_experts for one in found}, left_whole)
 
 

@@ -2,6 +2,8 @@
 
 import copy
 import io
+import json
+import pickle
 import re
 
 import pytest
@@ -9,6 +11,8 @@ import torch
 import torch.distributed as dist
 from executor_harness import run_workers
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
 
 import smpc.tensor_parallel
 import smpc.v1 as smp
@@ -49,8 +53,16 @@ p.add_(torch.randn_like(p.grad), alpha=0.01)
 p.grad.add_(p.grad.clone().normal_(), alpha=0.01); p.sub_(p.grad)
 torch._foreach_addcdiv_([p], [p.grad], torch._foreach_add(torch._foreach_sqrt([p.abs()]), 1), -0.1)
 p.data = torch.nn.Parameter(p.data * 0.9).data
+p.copy_(torch.stack([p, p * 0.5, p * 0.7]).median(dim=0).values)
+p.copy_(torch.mean(torch.stack([p, p.abs()]), dim=0))
+flat = torch.cat([p.data.view(-1), p.grad.reshape(-1)]); flat *= 0.5; p.copy_(flat[: p.numel()].view_as(p))
+flat = torch.cat([p.data.flatten() for _ in range(2)]) - 1; p.data = flat.split(p.numel())[1].view_as(p)
+flat = torch.zeros(2 * p.numel()); flat[: p.numel()] = p.view(-1); p.copy_(flat[: p.numel()].view_as(p))
+p.copy_((p.t() * 2).t()); p.copy_(p.t().contiguous().softmax(0).t())
+p.mul_(p.new_full((), 0.9)); p.mul_(torch.tensor(0.5, dtype=torch.float64).type_as(p)); p.add_(torch.ones(p.shape[1]).expand_as(p))
 p.mul_(0.9); f"{p.norm():.3f}"
-norm = p.square().sum(); total(norm); p.div_(norm.sqrt())
+norm = full(p.square().sum()).item() + 0.0; norm = torch.tensor(norm); total(norm); p.div_(norm.sqrt().item())
+norm = full(p.square().sum()); total(norm); p.div_(norm.sqrt())
 """.strip().splitlines()
 REFUSED = {
     "does the same to each": """
@@ -74,7 +86,7 @@ REFUSED = {
         p.grad.data[3].zero_()
         p.grad.index_fill_(0, rows, 0)
     """,
-    "random numbers for all of a parameter": """
+    "random numbers for all of a parameter|does the same to each": """
         p.data[8:].normal_()
         p.data[:, 8:].uniform_()
     """,
@@ -98,6 +110,16 @@ REFUSED = {
         p.data = torch.nn.Parameter(p.data / p.data.norm()).data
         p.sub_((2 * p.grad.reshape(-1))[:64])
         torch._foreach_div_([p], torch._foreach_norm([p]))
+        p.mul_(1 / p.norm().item())
+        p.data *= min(1.0, 0.1 / (p.grad.norm().item() ** 2 + 1e-6) ** 0.5)
+        p.add_(p.grad, alpha=-p.abs().mean().item())
+        p.copy_(p * p.abs().max().item())
+        p.data[:, 2] = p[3, 2].item()
+        p.sub_(torch.full_like(p, p.norm().item()))
+        torch._foreach_mul_([p], p.norm().item())
+        flat = torch.cat([p.view(-1), p.grad.view(-1)]); p.copy_(flat[5:5 + p.numel()].view_as(p))
+        p.div_(torch.cat([p.view(-1), p.grad.view(-1)]).norm())
+        p.copy_(p.t().contiguous().softmax(1).t())
     """,
 }  # fmt: skip
 
@@ -117,22 +139,26 @@ def make():
     return Layers()
 
 
-def run(line, parameter, total=None):
+def run(line, parameter, total=None, **others):
     torch.manual_seed(5)
     with torch.no_grad():
-        exec(line, {"p": parameter, "torch": torch, "rows": ROWS, "cols": ROWS, "total": total})
+        exec(
+            line,
+            {"p": parameter, "torch": torch, "rows": ROWS, "cols": ROWS, "total": total, "full": lambda own: own}
+            | others,
+        )
 
 
-def refused(parameter, whole):
+def refused(parameter, whole, refused=REFUSED, name="up.weight", **others):
     """Lines that are no error, or not the right one."""
     wrong, before = [], whole()
-    for match, lines in REFUSED.items():
+    for match, lines in refused.items():
         for line in map(str.strip, lines.strip().splitlines()):
             try:
-                run(line, parameter)
+                run(line, parameter, **others)
                 wrong.append(line)
             except UsageError as error:
-                if "up.weight" not in str(error) or not re.search(match, str(error)):
+                if name not in str(error) or not re.search(match, str(error)):
                     wrong.append(f"{line}: {error}")
     assert not wrong, wrong
     torch.testing.assert_close(whole(), before, rtol=0, atol=0)
@@ -148,8 +174,13 @@ def looks_at(parameter):
     assert parameter._backward_hooks
     handle.remove()
     assert isinstance(parameter, nn.Parameter)
+    assert type(nn.Parameter(parameter)) is type(type(parameter)(torch.ones(2), False)) is nn.Parameter
     assert parameter.grad is parameter.grad
     assert parameter in {parameter: 0}
+    with torch.no_grad():
+        number = 2 * parameter.norm().item()
+    assert f"{number:.2f} {json.dumps(number)}" == f"{float(number):.2f} {float(number)}"
+    assert type(pickle.loads(pickle.dumps(number))) is type(copy.deepcopy(number)) is float
     (parameter.square().sum() * 0).backward()
     parameter.grad.detach_()
 
@@ -178,6 +209,72 @@ def sharded(rank, folder):
 def test_writes_into_slices_are_those_of_one_process_or_errors(tmp_path):
     """They went into other rows of each rank's slice, and scaled by its norm, without a word."""
     assert run_workers(sharded, 2, tmp_path) == [[]] * 2
+
+
+OVER_GROUPS = """
+n = p.square().sum(); total(n, tensor); p.div_(n.sqrt())
+n = p.square().sum(); total(n); p.div_((n / 2).sqrt())
+n = p.square().sum(); total(n, replicas); total(n, tensor); p.div_((n / 2).sqrt())
+n = torch.zeros(()); n += p.square().sum(); total(n, tensor); p.div_(n.sqrt())
+parts = [torch.empty_like(p) for _ in range(count)]; gather(parts, p, tensor); p.div_(torch.cat(parts[:slices]).norm())
+parts = torch.empty(count); gather_single(parts, p.abs().max(), tensor); p.div_(parts[:slices].max())
+q = p.grad.clone(); total(q, replicas); p.sub_(q, alpha=0.05)
+total(p.grad, replicas); p.sub_(p.grad, alpha=0.05); p.grad.div_(copies)
+""".strip().splitlines()  # fmt: skip
+REFUSED_OVER_GROUPS = {
+    "this rank's slice of .* alone": """
+        n = p.square().sum(); total(n, replicas); p.div_(n.sqrt())
+        n = torch.zeros(()); n += p.norm(); p.div_(n)
+        n = torch.zeros(2); n[1] = p.norm(); p.div_(n[1])
+        parts = [torch.zeros(()), torch.zeros(())]; gather(parts, p.norm(), replicas); p.div_(parts[0])
+        q = p.clone(); total(q, replicas); p.div_(q.norm())
+        n = p.norm(); to_one(n, 0); p.div_(n)
+        q = p.grad.clone(); total(q, tensor); p.sub_(q)
+    """,
+    "a group of ranks that have the same rows": """
+        total(p.grad)
+        total(p.grad, tensor)
+        total(p.data, tensor)
+        total(p, tensor)
+        send(p.data, 0)
+        send(p[:, 2], 0)
+    """,
+}  # fmt: skip
+
+
+def in_groups(rank, folder):
+    """Slices on ranks 0 and 1, and on ranks 2 and 3."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicas", "tensor"))
+    groups = {name: mesh.get_group(name) for name in ("replicas", "tensor")}
+    model, plain = make(), make()
+    found = smpc.tensor_parallel.shard(model, {"ids": IDS}, TensorGroup.of(groups["tensor"]))
+    found(ids=IDS).backward()
+    plain(IDS).backward()
+    functions = {
+        "total": lambda tensor, group=None: dist.all_reduce(tensor, group=group),
+        "gather": lambda parts, tensor, group: dist.all_gather(parts, tensor, group),
+        "gather_single": lambda parts, tensor, group: dist.all_gather_into_tensor(parts, tensor.view(1), group),
+        "send": dist.broadcast,
+        "to_one": dist.reduce,
+    }
+    refused(model.up.weight, found.whole_state_dict, REFUSED_OVER_GROUPS, **functions, **groups)
+    alone = {
+        "total": lambda tensor, group=None: tensor.mul_(1 if group == "tensor" else 2),
+        "gather": lambda parts, tensor, group: parts[0].copy_(tensor),
+        "gather_single": lambda parts, tensor, group: parts[0].copy_(tensor),
+    }
+    for line in OVER_GROUPS:
+        run(line, model.up.weight, **functions, **groups, count=2, slices=2, copies=2)
+        run(line, plain.up.weight, **alone, replicas="replicas", tensor="tensor", count=1, slices=1, copies=2)
+        whole = found.whole_state_dict()["up.weight"]
+        if not torch.allclose(whole, plain.up.weight, rtol=1e-4, atol=1e-6):
+            return line
+    return ""
+
+
+def test_sums_over_other_ranks_than_those_with_the_slices_stay_of_the_slice_alone(tmp_path):
+    """Any all_reduce made a norm one of the whole, also one over replicas."""
+    assert run_workers(in_groups, 4, tmp_path) == [""] * 4
 
 
 @smp.step
@@ -243,3 +340,53 @@ def test_scripts_that_write_elementwise_train_as_in_one_process(tmp_path, config
     for state in run_workers(train, 2, tmp_path, config):
         for name, value in plain.state_dict().items():
             torch.testing.assert_close(state[name], value, rtol=1e-4, atol=1e-5)
+
+
+def in_parts(rank, folder, config, right, wrong):
+    """Slices on ranks 0 and 1, and on ranks 2 and 3, which `fully_shard` divides over 0 and 2, and 1 and 3."""
+    smp.init({"microbatches": 2, "ddp": True, "tensor_parallel_degree": 2, "fully_shard": True, **config})
+    with smp.tensor_parallelism("tensor_parallel_plan" not in config):
+        model = make()
+    model, plain = smp.DistributedModel(model), make()
+    optimizer = smp.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=1.0))
+    step(model, IDS)
+    for ids in IDS.chunk(2):
+        (plain(ids) / 2).backward()
+
+    def parameter():
+        return next(each for name, each in model.local_named_parameters() if name.endswith("up.weight"))
+
+    def whole():
+        return {"up.weight": model.state_dict()["up.weight"]}
+
+    def total(own):
+        dist.all_reduce(own, group=smp.get_tp_process_group())
+
+    assert isinstance(parameter(), DTensor)
+    refused(parameter(), whole, wrong)
+    for line in right:
+        run(line, parameter(), total, full=lambda own: own.full_tensor())
+        run(line, plain.up.weight, lambda own: own)
+        if not torch.allclose(whole()["up.weight"], plain.up.weight, rtol=1e-4, atol=1e-6):
+            return line
+    optimizer.zero_grad()
+    step(model, IDS)
+    return "" if isinstance(parameter(), DTensor) else "no parts"
+
+
+BY_COLUMNS = {
+    "does the same to each": "p.data[:, 3] = 0",
+    "this rank's slice of .* alone": "p.div_(p.norm(dim=1, keepdim=True))",
+}
+IN_PARTS = [
+    line.replace('f"{p.norm():.3f}"', "str(p.norm())") for line in RIGHT if "zeros(" not in line
+]  # torch formats no DTensors
+
+
+@pytest.mark.parametrize(
+    ("config", "right", "wrong"),
+    [(AUTO, IN_PARTS, REFUSED), ({"prescaled_batch": True}, ["p.data[3] = 0", "p.data.normal_()"], BY_COLUMNS)],
+)
+def test_writes_into_slices_in_parts_are_those_of_one_process_or_errors(tmp_path, config, right, wrong):
+    """Rows were those of each rank's slice, of which replicas have parts."""
+    assert run_workers(in_parts, 4, tmp_path, config, right, wrong) == [""] * 4

@@ -15,7 +15,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -48,18 +48,23 @@ _TENSOR = "_smpc_tensor_ranks"  # the argument by which a part is told that tens
 _ROUTING = 3  # hidden states, experts, weights
 
 
+def _nothing_around(module: nn.Module) -> AbstractContextManager[None]:
+    return nullcontext()
+
+
 @dataclass(frozen=True, slots=True)
 class Options:
     """How tokens travel. `gradient_scale`: what the gradients of experts, sums over all ranks' tokens, are multiplied by.
 
     `capacity_factor`: how many even shares an expert takes of each rank's slots; None: all that come. `router`: "none", the model's own,
-    or "balanced", which sends the slots round robin, with the model's weights.
+    or "balanced", which sends the slots round robin, with the model's weights. `around`: what a module's forward runs in.
     """
 
     way: str = "all_to_all"
     capacity_factor: float | None = None
     gradient_scale: float = 1.0
     router: str = "none"
+    around: Callable[[nn.Module], AbstractContextManager[None]] = _nothing_around
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,11 +95,12 @@ class PartOfExperts(nn.Module):
         num_slices, tensor = kwargs.pop(SLICES, 1), kwargs.pop(_TENSOR, None)
         hidden, index, weights = _routing_arguments(parts.names, args, kwargs)
         hidden, weights = scale_gradient(hidden, 1 / num_slices), scale_gradient(weights, 1 / num_slices)
-        if tensor is None:
-            found = _mixed(super().forward, parts, hidden, index, weights)
-        else:
-            with counting(self, parts.counts, parts.group.share(parts.num_experts) // tensor.size):
-                found = _mixed(super().forward, parts, hidden, index, weights, tensor)
+        with parts.options.around(self):
+            if tensor is None:
+                found = _mixed(super().forward, parts, hidden, index, weights)
+            else:
+                with counting(self, parts.counts, parts.group.share(parts.num_experts) // tensor.size):
+                    found = _mixed(super().forward, parts, hidden, index, weights, tensor)
         return scale_gradient(found, num_slices)
 
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable, Mapping
-from dataclasses import replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
@@ -19,9 +19,12 @@ from smpc.executor.sharded_state import slice_of
 from smpc.nn.init.whole_fills import WholeTensor, fill_whole
 from smpc.nn.parallel import DistributedModule, own_part_of, whole_shape
 from smpc.nn.script_writes.parts import write_parts_as_wholes
-from smpc.nn.script_writes.slices import note_slices
+from smpc.nn.script_writes.slices import Place, note_slices
 from smpc.sharding.tensors import local, own_part_of_sharded, sharded_like
 
+_rows: weakref.WeakKeyDictionary[nn.Module, tuple[Mapping[str, tuple[int, range]], TensorGroup]] = (
+    weakref.WeakKeyDictionary()
+)  # of models whose rows one group has, before another cuts these
 ShapeOf = Callable[[str, Tensor], tuple[torch.Size, bool]]
 
 
@@ -47,7 +50,7 @@ def note_sliced(
     names = [name for name, _ in model.named_parameters(remove_duplicate=False)]
     if group.size > 1:
         sliced = {name: layouts[name] for name in names if name in layouts}
-        note_slices(model, {name: each.dim for name, each in sliced.items() if each.kind is LayoutKind.SHARDED})
+        note_slices(model, {name: each.dim for name, each in sliced.items() if each.kind is LayoutKind.SHARDED}, group)
 
 
 def note_distributed(model: nn.Module, group: TensorGroup) -> None:
@@ -69,7 +72,66 @@ def note_distributed(model: nn.Module, group: TensorGroup) -> None:
     if group.size > 1:
         owners = ((prefix, each) for prefix, each in model.named_modules() if isinstance(each, DistributedModule))
         shards = {f"{prefix}.{own}".lstrip("."): shard for prefix, each in owners for own, shard in each.shards.items()}
-        note_slices(model, {name: shard.dim for name, shard in shards.items()})
+        note_slices(model, {name: shard.dim for name, shard in shards.items()}, group)
+
+
+def note_rows(model: nn.Module, rows: Mapping[str, tuple[int, range]], group: TensorGroup, prefix: str = "") -> None:
+    """Ranks of `group` have rows of a model's parameters, by name: of how many, which this rank has; others are theirs. `prefix`: of the
+    names in messages."""
+
+    def whole_of(name: str, tensor: Tensor) -> WholeTensor | None:
+        if name not in rows:
+            return None
+        count, mine = rows[name]
+
+        def cut(whole: Tensor) -> Tensor:
+            return _own_part(tensor, whole[mine.start : mine.stop])
+
+        return WholeTensor(torch.Size((count, *tensor.shape[1:])), cut)
+
+    _note(model, whole_of, group)
+    _rows[model] = rows, group
+    note_slices(model, dict.fromkeys(rows, 0), group, prefix)
+
+
+@dataclass(frozen=True, slots=True)
+class NotedCut:
+    """How a parameter of this shape is sliced: this rank has `own_shape` of it, which is `cut` of the whole, and ranks of `groups` have the
+    others. The last group has cut along `dim`."""
+
+    dim: int
+    shape: tuple[int, ...]
+    own_shape: tuple[int, ...]
+    cut: Callable[[Tensor], Tensor]
+    groups: tuple[TensorGroup, ...]
+
+
+def note_cuts(model: nn.Module, cuts: Mapping[str, NotedCut], group: TensorGroup) -> None:
+    """Ranks of `group`, the last that has cut, have slices of a model's parameters, by name. The model may be wrapped afterwards."""
+    places = {name: Place.of(model, name) for name in cuts}
+
+    def find(tensor: Tensor) -> WholeTensor | None:
+        name = next((name for name, place in places.items() if _is_held(tensor, place())), None)
+        if name is None or tuple(tensor.shape) != cuts[name].own_shape:
+            return None
+        found = cuts[name]
+        whole = torch.Size(found.shape)
+        return WholeTensor(
+            whole, lambda values: _own_part(tensor, found.cut(values)), lambda: _draw_alike(tensor, found.groups)
+        )
+
+    weakref.finalize(model, fill_whole(find))
+    note_slices(model, {name: each.dim for name, each in cuts.items()}, group)
+
+
+def _is_held(tensor: Tensor, parameter: nn.Parameter | None) -> bool:
+    """Whether a tensor is a parameter, or all of its memory."""
+    if parameter is None or isinstance(tensor, nn.Parameter):
+        return tensor is parameter
+    own, other = local(parameter), local(tensor)
+    if own.is_meta or other.is_meta or not own.numel() or own.shape != other.shape or own.stride() != other.stride():
+        return False
+    return own.data_ptr() == other.data_ptr()
 
 
 @functools.cache
@@ -80,13 +142,7 @@ def note_parts() -> None:
     def find(tensor: Tensor) -> WholeTensor | None:
         if not isinstance(tensor, DTensor) or not any(isinstance(place, Shard) for place in tensor.placements):
             return None
-        mesh = tensor.device_mesh
-
-        def begin() -> None:
-            for dim in reversed(range(mesh.ndim)):
-                draw_as_first(TensorGroup.of(mesh.get_group(dim)), local(tensor).device)
-
-        return WholeTensor(tensor.shape, lambda whole: _own_part(tensor, whole), begin)
+        return WholeTensor(tensor.shape, lambda whole: _own_part(tensor, whole), lambda: _draw_alike(tensor, ()))
 
     fill_whole(find, comes_last=True)
     write_parts_as_wholes()
@@ -99,10 +155,30 @@ def _note(model: nn.Module, whole_of: Callable[[str, Tensor], WholeTensor | None
         model = seen()
         name = None if model is None else named_as(tensor, model)
         found = None if name is None else whole_of(name, tensor)
-        return None if found is None else replace(found, begin=lambda: draw_as_first(group, local(tensor).device))
+        if model is None or name is None or found is None:
+            return None
+        rows, others = _rows.get(model, ({}, group))
+        if name in rows and group is not others:
+            return replace(_of_all_rows(found, *rows[name]), begin=lambda: _draw_alike(tensor, (group, others)))
+        return replace(found, begin=lambda: _draw_alike(tensor, (group,)))
 
     if group.size > 1:
         weakref.finalize(model, fill_whole(find))
+
+
+def _of_all_rows(found: WholeTensor, count: int, mine: range) -> WholeTensor:
+    """Of what is all of some rows, what it is of all."""
+    cut = found.cut
+    whole = None if cut is None else lambda values: cut(values[mine.start : mine.stop])
+    return WholeTensor(torch.Size((count, *found.shape[1:])), whole)
+
+
+def _draw_alike(tensor: Tensor, groups: Sequence[TensorGroup]) -> None:
+    """Ranks draw as the first of those that have the other slices and parts of a tensor."""
+    mesh = tensor.device_mesh if isinstance(tensor, DTensor) else None
+    parts = [] if mesh is None else [TensorGroup.of(mesh.get_group(dim)) for dim in reversed(range(mesh.ndim))]
+    for group in (*parts, *groups):
+        draw_as_first(group, local(tensor).device)
 
 
 def _own_part(tensor: Tensor, whole: Tensor) -> Tensor:

@@ -10,6 +10,7 @@ here has weak references to parameters, with which torch could not swap them.
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
@@ -19,8 +20,9 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
-_KIND = "_smpc_between_steps"  # of a parameter: its class then
+_KIND = "_smpc_between_steps"  # of a parameter: its class then, and its id
 _is_plain: ContextVar[bool] = ContextVar("smpc_parameters_are_plain", default=False)
 _known: weakref.WeakKeyDictionary[nn.Module, list[nn.Parameter]] = (
     weakref.WeakKeyDictionary()
@@ -29,7 +31,11 @@ _noting: weakref.WeakKeyDictionary[nn.Module, list[Callable[[], None]]] = weakre
 
 
 class NoticedParameter(nn.Parameter):
-    """The base of such classes. Copies and files have ordinary parameters."""
+    """The base of such classes. Copies, files, and what is made of one or by its class (`type(weight)(values)`) are ordinary parameters."""
+
+    def __new__(cls, data: Any = None, requires_grad: bool = True) -> Any:
+        """An ordinary one."""
+        return nn.Parameter(data, requires_grad)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
         if id(self) not in memo:
@@ -43,12 +49,28 @@ class NoticedParameter(nn.Parameter):
             return torch._utils._rebuild_parameter, (self.detach(), self.requires_grad, OrderedDict())
 
 
+@functools.cache
+def _make_ordinary() -> None:
+    """`nn.Parameter(weight)` asks of what class `weight` is."""
+    torchs = nn.Parameter.__new__
+
+    @functools.wraps(torchs)
+    def make(cls: Any, data: Any = None, *args: Any, **kwargs: Any) -> Any:
+        if isinstance(data, NoticedParameter):
+            with torch._C.DisableTorchFunctionSubclass():
+                data = data.detach()
+        return torchs(cls, data, *args, **kwargs)
+
+    nn.Parameter.__new__ = make  # type: ignore[method-assign]
+
+
 def between_steps(parameter: nn.Parameter, kind: type[NoticedParameter]) -> None:
     """Have a parameter be of a class outside of `plain_parameters`. One that others hold, or that is in parts, stays what it is."""
-    known = vars(parameter).get(_KIND, NoticedParameter)
+    known = _kind_of(parameter) or NoticedParameter
     if known is kind or not _is_ordinary(parameter) or not issubclass(kind, known):
         return
-    vars(parameter)[_KIND] = kind
+    _make_ordinary()
+    vars(parameter)[_KIND] = kind, id(parameter)
     _known.clear()
     if not _is_plain.get():
         parameter.__class__ = kind
@@ -57,6 +79,13 @@ def between_steps(parameter: nn.Parameter, kind: type[NoticedParameter]) -> None
 def after_steps(model: nn.Module, note: Callable[[], None]) -> None:
     """See above."""
     _noting.setdefault(model, []).append(note)
+
+
+def notice_again(model: nn.Module) -> None:
+    """Parameters have been exchanged for others between steps."""
+    for module in model.modules():
+        for note in _noting.get(module, ()):
+            note()
 
 
 @contextmanager
@@ -68,7 +97,7 @@ def plain_parameters(model: nn.Module) -> Iterator[None]:
     token = _is_plain.set(True)
     for parameter in _noticed_in(model):
         if isinstance(parameter, NoticedParameter):
-            parameter.__class__ = nn.Parameter  # type: ignore[assignment]
+            parameter.__class__ = _ordinary_class(parameter)
     try:
         yield
     finally:
@@ -76,13 +105,13 @@ def plain_parameters(model: nn.Module) -> Iterator[None]:
             note()
         _is_plain.reset(token)
         for parameter in _noticed_in(model):
-            if type(parameter) is nn.Parameter and _KIND in vars(parameter):
-                parameter.__class__ = vars(parameter)[_KIND]
+            if type(parameter) is _ordinary_class(parameter):
+                parameter.__class__ = _kind_of(parameter)
 
 
 def _noticed_in(model: nn.Module) -> list[nn.Parameter]:
     if model not in _known:
-        _known[model] = [each for each in model.parameters() if _KIND in vars(each)]
+        _known[model] = [each for each in model.parameters() if _kind_of(each) is not None]
     return _known[model]
 
 
@@ -92,4 +121,14 @@ def are_noticed(model: nn.Module) -> bool:
 
 
 def _is_ordinary(parameter: nn.Parameter) -> bool:
-    return type(parameter) is nn.Parameter or isinstance(parameter, NoticedParameter)
+    return type(parameter) is _ordinary_class(parameter) or isinstance(parameter, NoticedParameter)
+
+
+def _kind_of(parameter: nn.Parameter) -> Any:
+    """Its class between steps; None: it has none. Another may have been given its attributes."""
+    kind, owner = vars(parameter).get(_KIND, (None, 0))
+    return kind if owner == id(parameter) else None
+
+
+def _ordinary_class(parameter: nn.Parameter) -> Any:
+    return DTensor if isinstance(parameter, DTensor) else nn.Parameter

@@ -10,70 +10,50 @@ A rank has rows 4 to 7 of a weight of 8 rows, as a tensor of 4 rows:
     weight.data /= weight.data.norm()         UsageError: the norm is that of the slice
     weight.data.normal_()                     what one process draws, cut (`smpc.nn.init.whole_fills`)
 
-Terms
-    root        the slice, or a tensor of its layout that was computed of it: `weight.data.abs()`
-    even        a view of a root that has the same of each row (for slices of rows): all of it, or some columns
-    partial     computed of this rank's rows together, where one process would look at all: `weight.data.norm()`
-
-Whether a function looks at rows together is tried: it is called with all rows, and with each half of them. Elementwise functions say so.
-Writes that are no error are torch's own.
+What is known of a value, and the terms, are in `rows`; what collectives do to it is in `collectives`. A slice that replicas have in parts
+is a DTensor, and so are its values (SlicePartValues). Writes that are no error are torch's own.
 """
 
 from __future__ import annotations
 
-import functools
 import sys
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from types import FrameType
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 from torch.overrides import handle_torch_function
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_leaves
 
 from smpc.errors import UsageError
 from smpc.nn.init.whole_fills import drawn_as_whole, filled_as_whole
+from smpc.nn.script_writes.collectives import check_collective, is_collective, known_after
+from smpc.nn.script_writes.rows import (
+    OPERATORS,
+    SLICE,
+    OfSlice,
+    Ranks,
+    computes,
+    dims_of,
+    draws_by,
+    has_even_index,
+    is_elementwise,
+    is_even,
+    is_independent,
+    known,
+    lined_up,
+    plain,
+    rows_after,
+    seen_on_twin,
+    unknown_view,
+)
+from smpc.nn.script_writes.slice_numbers import SliceNumber
 
-_SLICE = "_smpc_slice"
 _OWN = ("torch", "smpc")
-_OF_OBJECT = ("requires_grad_", "retain_grad", "detach_", "backward", "set_data", "is_leaf", "output_nr", "rename_")
-_INDEPENDENT = (
-    "copy_", "fill_", "zero_", "masked_fill_", "masked_fill", "clone", "to", "contiguous", "zeros_like", "ones_like", "full_like",
-    "empty_like", "type", "float", "double", "half", "bfloat16", "cpu", "cuda", "where",
-)  # fmt: skip
-_COLLECTIVES = "torch.distributed.distributed_c10d"
-_MAKE_ALIKE = ("all_reduce", "all_reduce_coalesced", "broadcast")
-
-
-@dataclass(frozen=True, slots=True)
-class OfSlice:
-    """Of which parameter, along which dimension it is sliced, and the root's layout in memory. `is_partial`: see above; it has no root.
-    `dim`: None for what is computed of even views elementwise, and has another shape: only all of it is even. `parameter()`: the slice."""
-
-    name: str
-    parameter: Callable[[], Tensor | None]
-    dim: int | None
-    size: tuple[int, ...]
-    stride: tuple[int, ...]
-    offset: int
-    is_partial: bool = False
-
-    @classmethod
-    def of(cls, name: str, parameter: Callable[[], Tensor | None], dim: int | None, root: Tensor) -> OfSlice:
-        """A root."""
-        return cls(name, parameter, dim, tuple(root.shape), root.stride(), int(root.storage_offset()))
-
-    def like(self, root: Tensor, dim: int | None) -> OfSlice:
-        """Another root, of the same parameter."""
-        return OfSlice.of(self.name, self.parameter, dim, root)
-
-    def drawn_as(self, tensor: Tensor) -> Tensor:
-        """Of which tensor it is known what one process draws for one like this: the parameter, for all of a root of its shape."""
-        own = self.parameter()
-        is_root = tensor.shape == self.size and tensor.stride() == self.stride and not self.is_partial
-        return own if own is not None and is_root and self.dim is not None and own.shape == self.size else tensor
+_OVERWRITE = ("zero_", "fill_", "copy_")
 
 
 class SliceValues(Tensor):
@@ -88,13 +68,12 @@ class SliceValues(Tensor):
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         """For scripts, torch's function after a check of what it writes."""
+        if is_collective(func):
+            return communicate(func, args, kwargs or {})
         if is_script():
             return answer(func, args, kwargs or {})
         with torch._C.DisableTorchFunctionSubclass():
-            result = func(*args, **(kwargs or {}))
-        if getattr(func, "__name__", "") in _MAKE_ALIKE and getattr(func, "__module__", "") == _COLLECTIVES:
-            _forget_alone(args, kwargs or {})
-        return result
+            return func(*args, **(kwargs or {}))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
         """An ordinary tensor."""
@@ -114,6 +93,25 @@ class SliceValues(Tensor):
         return format(plain(self), spec)
 
 
+class SlicePartValues(SliceValues, DTensor):
+    """The same of a slice that replicas have in parts. What torch asks nobody about tells of it itself."""
+
+    def full_tensor(self, **kwargs: Any) -> Tensor:
+        """All of the slice."""
+        of, found = known(self), super().full_tensor(**kwargs)
+        if of is None:
+            return found
+        is_root = not of.is_partial and self.shape == of.size
+        return told(found, of.like(found, of.dims) if is_root else replace(of, is_partial=True, twin=None, pieces=()))
+
+    def redistribute(self, *args: Any, **kwargs: Any) -> DTensor:
+        """The same values."""
+        of, found = known(self), super().redistribute(*args, **kwargs)
+        if of is not None:
+            told(found, of)
+        return found
+
+
 def answer(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """What a script gets of a function of torch's. UsageError for what the module's docstring says."""
     name, named = getattr(func, "__name__", ""), dict(kwargs)
@@ -122,51 +120,60 @@ def answer(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, A
             return func(*args, **named)
         if _is_writing(name, named):
             return _write(name, func, args, named)
-        like = _of(args[0]) if args and name.endswith("_like") and _draws_by(name) else None
-        drawn = None if like is None else drawn_as_whole(func, like.drawn_as(args[0]), *args[1:], **named)
+        like = known(args[0]) if args and name.endswith("_like") and draws_by(name) else None
+        drawn = (
+            None
+            if like is None or len(like.groups) > 1
+            else drawn_as_whole(func, like.drawn_as(args[0]), *args[1:], **named)
+        )
         if like is not None and drawn is not None:
-            return _marked(drawn, like.like(drawn, like.dim))
+            return told(drawn, like.like(drawn, like.dims))
         result = func(*args, **named)
         if not name.startswith("_foreach_"):
-            return _told(name, func, args, named, result)
+            return _known_result(name, func, args, named, result)
         single = name.removeprefix("_foreach_")
         for number, made in enumerate(result):
             own = [tree_leaves(each)[number] if isinstance(each, (list, tuple)) else each for each in args]
-            _told(single, getattr(torch.ops.aten, single), own, named, made)
+            _known_result(single, getattr(torch.ops.aten, single), own, named, made)
         return result
 
 
-def told(tensor: Tensor, of: OfSlice) -> SliceValues:
+def communicate(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """What a function of torch.distributed does. UsageError for a script that would mix slices of ranks."""
+    frame: FrameType | None = sys._getframe(2)
+    while frame is not None and _module(frame) == "torch":
+        frame = frame.f_back
+    with torch._C.DisableTorchFunctionSubclass():
+        if frame is not None and _module(frame) not in _OWN:
+            check_collective(func, args, kwargs)
+        result = func(*args, **kwargs)
+        for written, of in list(known_after(func, args, kwargs)):
+            if of is None:
+                _forget(written)
+            else:
+                told(written, of)
+    return result
+
+
+def told(tensor: Any, of: OfSlice) -> SliceValues:
     """The same tensor, which knows what it is."""
-    with torch._C.DisableTorchFunctionSubclass():
-        return _marked(tensor, of)
+    tensor.__class__ = SlicePartValues if isinstance(tensor, DTensor) else SliceValues
+    vars(tensor)[SLICE] = of
+    return tensor  # type: ignore[no-any-return]
 
 
-def plain(tensor: Tensor) -> Tensor:
-    """An alias without knowledge."""
-    with torch._C.DisableTorchFunctionSubclass():
-        return tensor.detach().as_subclass(Tensor)
+def _forget(tensor: Any) -> None:
+    if isinstance(tensor, SliceValues):
+        ordinary: Any = DTensor if isinstance(tensor, DTensor) else Tensor
+        tensor.__class__ = ordinary
+        del vars(tensor)[SLICE]
 
 
 def check_whole(tensor: Tensor, what: str = "weight.data = ...") -> None:
     """UsageError for values that this rank has computed of its slice alone."""
-    of = _of(tensor)
+    of = known(tensor)
     if of is not None and of.is_partial:
         raise _of_slice_alone(what, of)
-
-
-def _forget_alone(args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-    """After a collective that leaves all ranks the same values."""
-    for each in tree_leaves((args, kwargs)):
-        of = _of(each)
-        if of is not None and of.is_partial:
-            each.__class__ = Tensor
-
-
-def _marked(tensor: Any, of: OfSlice) -> SliceValues:
-    tensor.__class__ = SliceValues
-    setattr(tensor, _SLICE, of)
-    return tensor  # type: ignore[no-any-return]
 
 
 def is_script() -> bool:
@@ -174,12 +181,12 @@ def is_script() -> bool:
     frame: FrameType | None = sys._getframe(2)
     if frame is not None and frame.f_code is handle_torch_function.__code__:
         frame = frame.f_back and frame.f_back.f_back  # a function of torch's that is written in Python asks by this
-    module: str = "" if frame is None else frame.f_globals.get("__name__", "")
-    return module.partition(".")[0] not in _OWN
+    return frame is None or _module(frame) not in _OWN
 
 
-def _of(value: Any) -> OfSlice | None:
-    return vars(value).get(_SLICE) if isinstance(value, SliceValues) else None
+def _module(frame: FrameType) -> str:
+    name: str = frame.f_globals.get("__name__", "")
+    return name.partition(".")[0]
 
 
 # -- writes --------------------------------------------------------------------------------------------------------------------------------
@@ -190,28 +197,40 @@ def _is_writing(name: str, kwargs: Mapping[str, Any]) -> bool:
     return (
         is_in_place
         or name == "__setitem__"
-        or (name.startswith("__i") and name[3:-2] in _OPERATORS)
+        or (name.startswith("__i") and name[3:-2] in OPERATORS)
         or kwargs.get("out") is not None
     )
 
 
 def _write(name: str, func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     targets, rest = _targets(args, kwargs)
-    known = [(target, of) for target in targets if (of := _of(target)) is not None and not of.is_partial]
-    for target, of in known:
-        if _draws_by(name):
+    slices = [(target, of) for target in targets if (of := known(target)) is not None and not of.is_partial]
+    for target, of in slices:
+        if draws_by(name):
             if filled_as_whole(func, target, *args[1:], known_as=of.drawn_as(target), **kwargs):
                 return target
             raise _uneven(name, of, target.shape)
-        for each in rest:
-            _check_operand(name, each, of)
+        for each in (*rest, *_numbers(args, kwargs)):
+            _check_operand(name, each)
         if name == "__setitem__":
-            _check_index(of, target, args[1])
-        elif not _is_even(target, of) or (
-            not (_is_elementwise(name) or name.startswith("_foreach_")) and not _rows_apart(func, args, kwargs, of)
-        ):
+            if not has_even_index(target, args[1], of):
+                raise _uneven("weight[...] = ...", of, target.shape)
+        elif not is_even(target, of) or not _keeps_rows(name, func, args, kwargs, target, of):
             raise _uneven(name, of, target.shape)
-    return func(*args, **kwargs)
+    result = func(*args, **kwargs)
+    if len(slices) < len(targets):
+        _pass_on(name, func, args, kwargs, targets, rest)
+    return result
+
+
+def _keeps_rows(
+    name: str, func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any], target: Tensor, of: OfSlice
+) -> bool:
+    """Whether what is written into a row is of that row."""
+    if is_elementwise(name) or name.startswith("_foreach_"):
+        return True
+    found = rows_after(func, args, kwargs, target, of)
+    return bool(found) and found[0] == dims_of(target, of)
 
 
 def _targets(args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[list[Any], list[Any]]:
@@ -222,161 +241,136 @@ def _targets(args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[list[Any],
     return written, [each for each in read if isinstance(each, SliceValues)]
 
 
-def _check_operand(name: str, value: Tensor, target: OfSlice) -> None:
-    of = _of(value)
-    if of is not None and (of.is_partial or not _is_even(value, of)):
+def _numbers(args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[SliceNumber]:
+    return [each for each in tree_leaves((args, kwargs)) if isinstance(each, SliceNumber)]
+
+
+def _check_operand(name: str, value: Tensor | SliceNumber) -> None:
+    if isinstance(value, SliceNumber):
+        raise _of_slice_alone(name, value.of)
+    of = known(value)
+    if of is not None and (of.is_partial or not is_even(value, of)):
         raise _of_slice_alone(name, of)
 
 
-def _check_index(of: OfSlice, target: Tensor, index: Any) -> None:
-    """UsageError if `target[index]` is not even."""
-    if isinstance(index, Tensor) and index.dtype is torch.bool and index.shape == target.shape:
-        if not _is_even(target, of):
-            raise _uneven("weight[...] = ...", of, target.shape)
-        return
-    mark = _mark(of, target.device)
-    _view_of(mark, target, of)[plain(index) if isinstance(index, SliceValues) else index] = True
-    if not _is_alike(mark, of.dim):
-        raise _uneven("weight[...] = ...", of, target.shape)
+def _pass_on(
+    name: str,
+    func: Callable[..., Any],
+    args: Sequence[Any],
+    kwargs: dict[str, Any],
+    targets: list[Any],
+    rest: list[Any],
+) -> None:
+    """What is known of values that are written into others (`total += weight.norm()`) is known of these, too."""
+    for target in targets:
+        of = known(target)
+        if of is not None and not rest and name in _OVERWRITE:
+            _forget(target)
+        elif rest and (of is not None and of.is_partial):
+            told(target, replace(of, groups=_groups(target, *rest)))
+        elif rest and type(target) in (Tensor, DTensor) and not (name == "__setitem__" and _are_even(rest)):
+            _tell(name, func, args, kwargs, rest, [target])
 
 
-def _is_even(view: Tensor, of: OfSlice) -> bool:
-    if view.numel() == _numel(of.size):
-        return True
-    mark = _mark(of, view.device)
-    _view_of(mark, view, of).fill_(True)
-    return _is_alike(mark, of.dim)
-
-
-def _mark(of: OfSlice, device: torch.device) -> Tensor:
-    return torch.empty_strided(of.size, of.stride, dtype=torch.bool, device=device).fill_(False)
-
-
-def _view_of(mark: Tensor, view: Tensor, of: OfSlice) -> Tensor:
-    return mark.as_strided(view.shape, view.stride(), view.storage_offset() - of.offset)
-
-
-def _is_alike(mark: Tensor, dim: int | None) -> bool:
-    if dim is None:
-        return bool(mark.all()) or not bool(mark.any())
-    return not mark.numel() or bool((mark == mark.narrow(dim, 0, 1)).all())
-
-
-def _numel(size: Sequence[int]) -> int:
-    return functools.reduce(lambda a, b: a * b, size, 1)
+def _are_even(values: list[Any]) -> bool:
+    pairs = ((each, of) for each in values if (of := known(each)) is not None)
+    return not any(of.is_partial or not is_even(each, of) for each, of in pairs)
 
 
 # -- results -------------------------------------------------------------------------------------------------------------------------------
 
 
-def _told(name: str, func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any], result: Any) -> Any:
+def _known_result(name: str, func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any], result: Any) -> Any:
     """The result, which knows of what slice it is."""
     given = [each for each in tree_leaves((args, kwargs)) if isinstance(each, SliceValues)]
     made = [each for each in tree_leaves(result) if isinstance(each, Tensor) and not any(each is one for one in given)]
     made = [each for each in made if not (each.requires_grad and torch.is_grad_enabled())]
+    if isinstance(result, float) and name == "item" and not _are_even(given):
+        return SliceNumber.told(result, next(of for each in given if (of := known(each)) is not None))
     if not made or not given:
         return result
-    known = [of for each in given if (of := _of(each)) is not None]
-    first = next((of for of in known if of.dim is not None), known[0])
-    memories = {each.untyped_storage()._cdata: of for each in given if (of := _of(each)) is not None}
-    views = [each for each in made if each.untyped_storage()._cdata in memories]
-    for each in views:
-        _marked(each, memories[each.untyped_storage()._cdata])
+    for each, of in _views(func, args, kwargs, given, made):
+        told(each, of)
     values = [each for each in made if not isinstance(each, SliceValues)]
     if values:
-        knows = not any(of.is_partial or not _is_even(each, of) for each in given if (of := _of(each)) is not None)
-        by_element = _is_elementwise(name)
-        apart = knows and (by_element or _rows_apart(func, args, kwargs, first))
-        for each in values:
-            has_rows = apart and _has_rows(each, first)
-            is_like = apart and by_element and any(each.shape == one.shape for one in given)
-            own = first.like(each, first.dim if has_rows else None)
-            _marked(each, own if has_rows or is_like else replace(own, is_partial=True))
+        _tell(name, func, args, kwargs, given, values)
     return result
 
 
-def _has_rows(tensor: Tensor, of: OfSlice) -> bool:
-    return of.dim is not None and tensor.dim() > of.dim and tensor.shape[of.dim] == of.size[of.dim]
+def _views(
+    func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], given: list[Any], made: list[Any]
+) -> Iterator[tuple[Tensor, OfSlice]]:
+    """What is made that is a view of what is given, and what is known of it."""
+    source = known(args[0]) if args else None
+    if source is not None and source.twin is not None and not source.is_partial:
+        seen = seen_on_twin(func, args, kwargs, source)
+        if seen is not None and len(seen) == len(made):
+            yield from ((each, replace(source, twin=view)) for each, view in zip(made, seen, strict=True))
+            return
+    memories = {each.untyped_storage()._cdata: of for each in given if (of := known(each)) is not None}
+    for each in made:
+        of = memories.get(each.untyped_storage()._cdata)
+        if of is not None:
+            yield each, unknown_view(of)
 
 
-def _rows_apart(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], of: OfSlice) -> bool:
-    """Whether a function gives halves of the rows what it gives all of them."""
-    dim = of.dim
-    rows = 0 if dim is None else of.size[dim]
-    if dim is None or rows < 2 or _draws_by(getattr(func, "__name__", "")):
-        return False
+def _tell(
+    name: str,
+    func: Callable[..., Any],
+    args: Sequence[Any],
+    kwargs: dict[str, Any],
+    given: list[Any],
+    values: list[Any],
+) -> None:
+    """Have values, all or some of what a function returns, know what was computed of what is given."""
+    all_known = [(each, of) for each in given if (of := known(each)) is not None]
+    groups = _groups(*given, *_numbers(args, kwargs))
+    are_even = _are_even(given) and not _numbers(args, kwargs)
+    roots = _roots(name, func, args, kwargs, all_known, values) if are_even else iter([None] * len(values))
+    for each, own in zip(values, roots, strict=True):
+        if own is not None:
+            told(each, replace(own, groups=groups))
+    left = [each for each in values if not isinstance(each, SliceValues)]
+    if left and (_numbers(args, kwargs) or not is_independent(func, args, kwargs, left)):
+        for each in left:
+            told(each, replace(all_known[0][1], is_partial=True, groups=groups, twin=None, pieces=()))
 
-    def part(value: Any, start: int, length: int) -> Any:
-        if not isinstance(value, Tensor):
-            return value
-        value = plain(value).clone() if isinstance(value, SliceValues) else value
-        has_rows = _has_rows(value, of)
-        return value.narrow(dim, start, length).clone() if has_rows else value
 
-    cut = rows // 2
-    try:
-        pieces = [
-            func(
-                *tree_map(lambda v, s=s, n=n: part(v, s, n), tuple(args)),
-                **tree_map(lambda v, s=s, n=n: part(v, s, n), dict(kwargs)),
+def _roots(
+    name: str,
+    func: Callable[..., Any],
+    args: Sequence[Any],
+    kwargs: dict[str, Any],
+    given: list[tuple[Any, OfSlice]],
+    values: list[Any],
+) -> Iterator[OfSlice | None]:
+    """What is known of values that were computed of even views; None if they are partial."""
+    first, of = next((pair for pair in given if dims_of(*pair)), given[0])
+    after: list[tuple[int, ...] | None] | None = None
+    for number, each in enumerate(values):
+        like = next(((one, own) for one, own in given if one.shape == each.shape), None)
+        if is_elementwise(name) and like is not None:
+            like = next((pair for pair in given if pair[0].shape == each.shape and dims_of(*pair)), like)
+            yield replace(
+                like[1].like(each, dims_of(*like)), pieces=like[1].pieces if each.shape == like[1].size else ()
             )
-            for s, n in ((0, cut), (cut, rows - cut), (0, rows))
-        ]
-    except (RuntimeError, IndexError, ValueError):
-        return False
-    for low, high, whole in zip(*map(tree_leaves, pieces), strict=True):
-        if isinstance(whole, Tensor):
-            if whole.dim() <= dim or low.dim() != whole.dim() or whole.shape[dim] != rows or low.shape[dim] != cut:
-                return False
-            if not torch.allclose(torch.cat([low, high], dim).double(), whole.double(), rtol=1e-4, equal_nan=True):
-                return False
-    return True
+            continue
+        after = rows_after(func, args, kwargs, first, of) if after is None else after
+        dims = after[number] if len(after) == len(values) else None
+        if dims is not None:
+            yield of.like(each, dims)
+        else:
+            pieces = lined_up(func, args, kwargs, each)
+            yield replace(of.like(each, ()), pieces=pieces) if pieces else None
 
 
-@functools.cache
-def _is_elementwise(name: str) -> bool:
-    return name in _INDEPENDENT or _operator(name) in _OPERATORS or torch.Tag.pointwise in (_tags(name) or ())
-
-
-def computes(func: Callable[..., Any]) -> bool:
-    """Whether a function of torch's reads or writes values, or makes a view; others are about the tensor object (`register_hook`)."""
-    name = getattr(func, "__name__", "")
-    if name.startswith("__"):
-        return name in ("__get__", "__setitem__", "__getitem__", "__matmul__") or _operator(name) in _OPERATORS
-    tags = _tags(name)
-    if tags is None:
-        return getattr(func, "__module__", None) in ("torch.functional", "torch.nn.functional")
-    return name not in _OF_OBJECT and torch.Tag.inplace_view not in tags
-
-
-def _tags(name: str) -> set[torch.Tag] | None:
-    """Of an operation of torch's; None if there is none of this name."""
-    packet = getattr(torch.ops.aten, name, None)
-    if not isinstance(packet, torch._ops.OpOverloadPacket):
-        return None
-    overloads: list[str] = packet.overloads()  # type: ignore[no-untyped-call]
-    return {tag for each in overloads for tag in getattr(packet, each).tags}
-
-
-def _operator(name: str) -> str:
-    """add, of `__add__`, `__iadd__` and `__radd__`."""
-    bare = name[2:-2] if name.startswith("__") and name.endswith("__") else ""
-    return bare if bare in _OPERATORS else bare[1:]
-
-
-@functools.cache
-def _draws_by(name: str) -> bool:
-    return torch.Tag.nondeterministic_seeded in (_tags(name) or ())
-
-
-_OPERATORS = (
-    "add", "sub", "mul", "truediv", "div", "floordiv", "mod", "pow", "and", "or", "xor", "neg", "abs", "invert", "lt", "le", "gt", "ge",
-    "eq", "ne",
-)  # fmt: skip
+def _groups(*values: Any) -> tuple[Ranks, ...]:
+    found = (each.of if isinstance(each, SliceNumber) else known(each) for each in values)
+    return tuple(dict.fromkeys(group for of in found if of is not None for group in of.groups))
 
 
 def _uneven(what: str, of: OfSlice, shape: Sequence[int]) -> UsageError:
-    rows = "values" if of.dim is None else f"{of.size[of.dim]} rows along dimension {of.dim}"
+    rows = " and ".join(f"{of.size[dim]} rows along dimension {dim}" for dim in of.dims) or "values"
     return UsageError(
         f"{what}: expected a write that does the same to each of the {rows} of {of.name!r}, of which this rank has a slice, found one for "
         f"a part of shape {list(shape)}: other rows of the parameter on each rank; "

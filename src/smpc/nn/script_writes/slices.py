@@ -1,11 +1,12 @@
 """Parameters of which a rank has a slice: scripts that write into them between steps get values that know it (`slice_values`, beside).
 
-    note_slices(model, {"layers.0.weight": 0})
+    note_slices(model, {"layers.0.weight": 0}, group)
 
     with torch.no_grad(): weight[3] = 0        in code that is neither torch's nor smpc's: SliceValues are asked
     weight.data, weight.grad                   SliceValues, in such code
 
-Between steps such a parameter has a class of its own (`classes`, beside). Where gradients are recorded, it behaves as ever.
+Between steps such a parameter has a class of its own (`classes`, beside). Where gradients are recorded, it behaves as ever. A slice may be
+in parts on replicas (a DTensor), and of a slice that one group has, another may have slices.
 """
 
 from __future__ import annotations
@@ -13,24 +14,27 @@ from __future__ import annotations
 import functools
 import weakref
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import optimizer
 from torch.utils._pytree import tree_map
 
+from smpc.executor.collectives import TensorGroup
 from smpc.nn.script_writes.classes import after_steps, between_steps
+from smpc.nn.script_writes.collectives import is_collective
 from smpc.nn.script_writes.data_aliases import CountedParameter, assign_data, read_data
+from smpc.nn.script_writes.rows import OfSlice, Ranks, computes, plain
 from smpc.nn.script_writes.slice_values import (
-    OfSlice,
     SliceValues,
     answer,
     check_whole,
-    computes,
+    communicate,
     is_script,
-    plain,
     told,
 )
 
@@ -52,6 +56,8 @@ class SliceParameter(CountedParameter):
         """Of what scripts compute without gradients, and of what they detach, SliceValues decide."""
         name = getattr(func, "__name__", "")
         is_recorded = torch.is_grad_enabled() and name != "detach"
+        if is_collective(func):
+            return communicate(func, *tree_map(functools.partial(_alias, {}), (tuple(args), dict(kwargs or {}))))
         if is_recorded or name == "__get__" or not is_script() or not computes(func):
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **(kwargs or {}))
@@ -81,46 +87,108 @@ class SliceParameter(CountedParameter):
     @grad.setter
     def grad(self, value: Tensor | None) -> None:
         if value is not None:
-            check_whole(value)
+            check_whole(value, "weight.grad = ...")
         with torch._C.DisableTorchFunctionSubclass():
             _TORCHS.grad.__set__(self, value)
 
 
-def note_slices(model: nn.Module, dims: Mapping[str, int]) -> None:
-    """This rank has slices of these parameters, by name, along these dimensions."""
+class SlicePartParameter(SliceParameter, DTensor):
+    """The same of a slice that replicas have in parts."""
+
+    @property
+    def data(self) -> Tensor:
+        """An alias of the parts."""
+        found: Tensor = vars(DTensor)["data"].__get__(self)
+        return _seen(self, found) if is_script() else found
+
+    @data.setter
+    def data(self, value: Tensor) -> None:
+        vars(DTensor)["data"].__set__(self, _ordinary(value))
+
+
+def note_slices(model: nn.Module, dims: Mapping[str, int], group: TensorGroup, prefix: str = "") -> None:
+    """Ranks of `group` have slices of these parameters, by name, along these dimensions. Before anything puts the slices into parts.
+
+    `prefix`: of the model, in names that messages have.
+    """
+    if group.process_group is None or group.size == 1:
+        return
     _support()
-    paths = {name: name.rpartition(".") for name in dims}
-    places = [(_Place(model.get_submodule(path), own), name) for name, (path, _, own) in paths.items()]
+    ranks = _ranks_of(group.process_group)
+    places = []
+    for name, dim in dims.items():
+        place = Place.of(model, name)
+        places.append((place, _SliceOf(f"{prefix}.{name}".lstrip("."), place, (dim,), (ranks,)).beside(place())))
 
     def note() -> None:
-        for place, name in places:
+        for place, of in places:
             parameter = place()
-            if parameter is not None and not isinstance(parameter, DTensor):
-                vars(parameter)[_SLICE_OF] = name, place, dims[name]
-                between_steps(parameter, SliceParameter)
+            if parameter is not None:
+                of.note(parameter)
 
     note()
     after_steps(model, note)
 
 
-class _Place:
-    """Where a module has a parameter. Copies of it, in files, are nowhere."""
+def _ranks_of(group: dist.ProcessGroup) -> Ranks:
+    try:
+        return tuple(dist.get_process_group_ranks(group))
+    except KeyError:  # torch.distributed has not made it, and scripts cannot call its functions with it
+        return tuple(range(group.size()))
+
+
+@dataclass(slots=True)
+class _SliceOf:
+    """What is known of a parameter. `shape`: of the slice, once there is one."""
+
+    name: str
+    place: Place
+    dims: tuple[int, ...]
+    groups: tuple[Ranks, ...]
+    shape: torch.Size | None = None
+
+    def note(self, parameter: nn.Parameter) -> None:
+        """Have a parameter of this place know it, if it is the slice: what others have made of it is theirs."""
+        if self.shape is None and not isinstance(parameter, DTensor) and parameter.numel():
+            self.shape = parameter.shape
+        if parameter.shape == self.shape:
+            vars(parameter)[_SLICE_OF] = self
+            between_steps(parameter, SlicePartParameter if isinstance(parameter, DTensor) else SliceParameter)
+
+    def beside(self, parameter: nn.Parameter | None) -> _SliceOf:
+        """The same of a slice of which another group has slices already."""
+        other: _SliceOf | None = None if parameter is None else vars(parameter).get(_SLICE_OF)
+        if other is None:
+            return self
+        groups = tuple(dict.fromkeys((*other.groups, *self.groups)))
+        return replace(self, dims=tuple(dict.fromkeys((*other.dims, *self.dims))), groups=groups)
+
+
+class Place:
+    """Where a module has a parameter, whatever wraps the module. Copies of it, in files, are nowhere."""
 
     def __init__(self, module: nn.Module, own: str) -> None:
         self._module, self._own = weakref.ref(module), own
 
+    @classmethod
+    def of(cls, model: nn.Module, name: str) -> Place:
+        """The place that has a name in a model."""
+        path, _, own = name.rpartition(".")
+        return cls(model.get_submodule(path), own)
+
     def __call__(self) -> nn.Parameter | None:
+        """What is there now."""
         module = self._module()
         return None if module is None else module._parameters.get(self._own)
 
     def __reduce__(self) -> Any:
-        return _Place, (nn.Module(), self._own)
+        return Place, (nn.Module(), self._own)
 
 
 @functools.cache
 def _support() -> None:
     """Optimizers choose by the class, and `nn.Parameter(weight.data * 2)` would be of the class of its values."""
-    optimizer._foreach_supported_types.append(SliceParameter)
+    optimizer._foreach_supported_types += [SliceParameter, SlicePartParameter]
     torchs = nn.Parameter.__new__
 
     @functools.wraps(torchs)
@@ -146,11 +214,15 @@ def _seen(parameter: Tensor, alias: Tensor) -> Tensor:
 
 def _known(parameter: Tensor, tensor: Tensor) -> OfSlice | None:
     """What a tensor of the parameter's layout is to know."""
-    found = vars(parameter).get(_SLICE_OF)
-    if found is None or type(tensor) is not Tensor or tensor.layout is not torch.strided or tensor.dim() <= found[2]:
+    of: _SliceOf | None = vars(parameter).get(_SLICE_OF)
+    if (
+        of is None
+        or type(tensor) not in (Tensor, DTensor)
+        or tensor.layout is not torch.strided
+        or tensor.shape != of.shape
+    ):
         return None
-    name, place, dim = found
-    return OfSlice.of(name, place, dim, tensor)
+    return OfSlice.of(of.name, of.place, of.dims, of.groups, tensor)
 
 
 def _ordinary(value: Any, what: str = "weight.data = ...") -> Any:

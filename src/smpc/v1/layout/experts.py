@@ -39,6 +39,7 @@ from smpc.experts.listed import ListedBlock, spread_out
 from smpc.experts.stacked import Options, become_part
 from smpc.experts.structure import Found, Listed, Stacked, find_experts, shared_and_trained
 from smpc.mesh import Axis
+from smpc.nn.init.sliced_models import note_rows
 from smpc.nn.parallel import ParameterSlice
 from smpc.sharding.tensors import has_hooks
 from smpc.tracer.ir import Trace
@@ -81,6 +82,9 @@ class DividedExperts:
         options = Options(gradient_scale=1 / self._group.size)
         for one in stacked:
             become_part(one, self._group, options)
+        mine = {names[id(tensor)]: rows for one in stacked for tensor, rows in _rows(one, self._group)}
+        rows_of = {name: (self._shapes[name][0].size, rows) for name, rows in mine.items()}
+        note_rows(module, rows_of, self._group)
         in_parts = session.is_sharded
         self._called = _Called(
             tuple(spread_out(one, self._group, options, keeps=True, in_parts=in_parts) for one in listed)

@@ -52,6 +52,7 @@ from smpc.executor.replicas.group_hooks import StepHooks
 from smpc.mesh import Axis
 from smpc.mesh.device_mesh import device_mesh
 from smpc.nn.init.sliced_models import note_parts
+from smpc.nn.script_writes.classes import notice_again
 from smpc.sharding import ShardingOptions, Unit, find_units
 from smpc.sharding.tensors import local
 from smpc.sharding.wide_gradients import widen
@@ -154,6 +155,7 @@ class Replication:
         context.distribution.exchange(shards.exchanged)
         if context.script.optimizer is not None:
             context.script.optimizer.exchange(shards.exchanged)
+        notice_again(context.module)
         return shards
 
     def _group_of_parts(self, parameter: nn.Parameter) -> ProcessGroup:

@@ -184,7 +184,7 @@ class StepContext:
     ordinary: Callable[[], AbstractContextManager[None]] = nullcontext
 
     def __post_init__(self) -> None:
-        is_noticed = self.session.mesh.tp_size > 1 or self.precision.dtype is not None
+        is_noticed = self.session.mesh.tp_size > 1 or self.experts is not None or self.precision.dtype is not None
         self.ordinary = partial(plain_parameters, self.module) if is_noticed else nullcontext
 
     @property

@@ -39,6 +39,7 @@ takes full state dicts call the functions above.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import warnings
@@ -79,7 +80,7 @@ from smpc.v2.session.flat_units import FlatUnits
 from smpc.v2.session.gradient_patch import note_unit, patch_gradients
 from smpc.v2.session.ranks_in_step import ScriptUnits
 from smpc.v2.state_handler import Session, state
-from smpc.v2.transforming.slices import ParameterPart, is_sliced, make_distributed, map_parts, slices_of
+from smpc.v2.transforming.slices import ParameterPart, is_sliced, make_distributed, map_parts, notice_writes, slices_of
 
 
 def put_together(state: Any, device: torch.device | None = None, *, keep: bool = True) -> Any:
@@ -383,9 +384,17 @@ def _patch_fsdp2(session: Session) -> list[Callable[[], None]]:
             make_distributed(first, _whole_mesh(session)[str(Axis.TP)])
         return taken(module, *args, **kwargs)
 
+    def init_param_group(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        found = original(*args, **kwargs)
+        notice_writes()
+        return found
+
     experts = _patch_fsdp2_experts(session) if session.mesh.size(Axis.EP) > 1 else []
     return [
         *experts,
+        replace_method(
+            _fully_shard, "_init_param_group", lambda original: functools.partial(init_param_group, original)
+        ),
         units.patch(),
         patch_attribute(_fully_shard, "_init_default_mesh", lambda *args, **kwargs: default_mesh(session)),
         patch_attribute(_fully_shard, "_get_mesh_info", mesh_info),
@@ -492,7 +501,28 @@ def _patch_fsdp1(session: Session, units: FlatUnits) -> Callable[[], None]:
         note_unit(self)
         units.note(self)
 
-    return patch_attribute(FullyShardedDataParallel, "__init__", init)
+    undo = patch_attribute(FullyShardedDataParallel, "__init__", init)
+    undo_summoning = _patch_summoning()
+
+    def take_back() -> None:
+        undo_summoning()
+        undo()
+
+    return take_back
+
+
+def _patch_summoning() -> Callable[[], None]:
+    """What scripts write into whole slices is noticed."""
+    original = FullyShardedDataParallel.summon_full_params
+
+    @functools.wraps(original)
+    @contextlib.contextmanager
+    def summon_full_params(*args: Any, **kwargs: Any) -> Iterator[None]:
+        with original(*args, **kwargs):
+            notice_writes()
+            yield
+
+    return patch_attribute(FullyShardedDataParallel, "summon_full_params", staticmethod(summon_full_params))
 
 
 class _Sparing:

@@ -18,6 +18,7 @@ come back through cut outputs are divided by the number of ranks, and those that
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import zlib
 from collections.abc import Callable, Mapping, Sequence
@@ -41,11 +42,12 @@ from smpc.executor.draws import draw_as_first
 from smpc.executor.tensor_ops import all_gather, own_part
 from smpc.experts.linear import scale_gradient
 from smpc.in_place import InPlace, WholeParameter, skeleton, whole_parameters
+from smpc.nn.script_writes.classes import are_noticed, plain_parameters
 from smpc.recorded_module import OPTIONS, check_not_shared
 from smpc.sample_inputs import Inputs
 from smpc.tracer.ir import NodeKind, Trace
 from smpc.tracer.record import record
-from smpc.v2.transforming.slices import ParameterPart, PartsByName, SliceCut, keep_slices, note_slices
+from smpc.v2.transforming.slices import ParameterPart, PartsByName, SliceCut, keep_slices, note_slices, note_writes
 
 _DIM = 1
 
@@ -185,7 +187,8 @@ class SharedForward(InPlace):
             args, kwargs = whole_inputs(args, kwargs, self.context)
         self._inputs = (args, kwargs)
         try:
-            return super().otherwise(*args, **kwargs)
+            with plain_parameters(self._model) if are_noticed(self._model) else contextlib.nullcontext():
+                return super().otherwise(*args, **kwargs)
         finally:
             self._inputs = ()
 
@@ -245,6 +248,7 @@ def share(
         }
         keep_slices(model, shared.layouts, tensor, sources)
         note_slices(model, PartsByName(parts))
+        note_writes(model, shared.layouts, tensor)
     if context is not None:
         vars(model)[group_attribute(CONTEXT)] = context
     vars(model)["forward"] = shared

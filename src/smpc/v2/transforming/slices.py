@@ -41,6 +41,8 @@ from smpc.errors import CheckpointError
 from smpc.executor.collectives import Pieces, TensorGroup, gathered, pieces_of
 from smpc.executor.sharded_state import replacement, slice_parameters, whole_of
 from smpc.in_place.skeleton import plain_name, unwrapped
+from smpc.nn.init.sliced_models import NotedCut, note_cuts
+from smpc.nn.script_writes.classes import notice_again
 
 Box = tuple[tuple[int, ...], Tensor]  # where it begins in the whole tensor, and what the rank has of it
 
@@ -176,6 +178,24 @@ def note_slices(model: nn.Module, slices: PartsByName) -> None:
         known[name] = part if before is None else dataclasses.replace(before, cuts=(*before.cuts, *part.cuts))
     if all(model is not each for each in transformed_models()):
         _transformed.append(weakref.ref(model))
+
+
+def note_writes(model: nn.Module, layouts: Mapping[str, Layout], group: TensorGroup) -> None:
+    """Scripts may write into slices that ranks of `group` have, the last that were cut: see `smpc.nn.script_writes`, `smpc.nn.init`."""
+    parts = slices_of(model) or PartsByName()
+
+    def noted(name: str) -> NotedCut:
+        part = parts[name]
+        groups = tuple(cut.group for cut in part.cuts)
+        return NotedCut(layouts[name].dim, part.shape, part.own_shape, part.of, groups)
+
+    note_cuts(model, {name: noted(name) for name in layouts}, group)
+
+
+def notice_writes() -> None:
+    """The same after parameters of the session's models have been exchanged for others."""
+    for model in transformed_models():
+        notice_again(model)
 
 
 def slices_of(model: nn.Module) -> PartsByName | None:

@@ -1,0 +1,123 @@
+"""What scripts write between steps into experts that ranks divide: what one process writes into all of them, or an error."""
+
+import re
+
+import expert_models
+import pytest
+import torch
+import torch.distributed as dist
+from executor_harness import run_workers
+from mixtures import MB, batch_of, made, train_step
+from test_slice_writes import refused, run
+
+import smpc.v1 as smp
+from smpc.errors import UsageError
+from smpc.expert_parallel import shard
+
+RIGHT = """
+p.data.mul_(0.9)
+p.data.clamp_(-0.2, 0.2)
+p.data[:, 2] = 0
+p[:, 1:2].add_(1)
+p[..., 3].sub_(p[..., 4])
+p.view(-1).mul_(0.5)
+p[p.abs() < 0.05] = 0
+p.div_(p.flatten(1).norm(dim=1)[:, None, None])
+p.copy_(torch.nn.functional.normalize(p, dim=-1))
+p.normal_()
+p.add_(torch.randn_like(p), alpha=0.1)
+torch.nn.init.xavier_uniform_(p)
+p.sub_(p.grad, alpha=0.1)
+for expert in p: expert.div_(expert.norm())
+for expert, grad in zip(p.data, p.grad): expert.sub_(grad)
+n = p.square().sum(); total(n); p.div_(n.sqrt())
+""".strip().splitlines()
+REFUSED = {
+    "does the same to each": """
+        p.data[0] = 0
+        p[0].zero_()
+        p[0, 1] = 0
+        p[0:1].mul_(2)
+        p.narrow(0, 0, 1).zero_()
+        p.grad[0] = 0
+        p.data[torch.tensor([0])] = 0
+        p.select(0, -1).zero_()
+        p.view(-1)[:5].zero_()
+        p.index_fill_(0, torch.tensor([0]), 0.0)
+    """,
+    "this rank's slice of .* alone": """
+        p.div_(p.norm())
+        p.sub_(p.mean(0))
+        p.copy_(p.softmax(0))
+        p.sub_(p[0])
+    """,
+}  # fmt: skip
+
+
+def on_ranks(rank, folder):
+    plain, model = (expert_models.make("stack", torch.float32) for _ in range(2))
+    found = shard(model, dist.group.WORLD)
+    batch = expert_models.tokens(0)
+    found(**batch)["loss"].backward()
+    plain(**batch)["loss"].backward()
+    name = next(name for name, each in found.expert_parameters() if each.dim() == 3)
+    own, whole = model.get_parameter(name), plain.get_parameter(name)
+    refused(own, found.whole_state_dict, REFUSED, name=name)
+    for line in RIGHT:
+        run(line, own, dist.all_reduce)
+        run(line, whole, lambda own: own)
+        if not torch.allclose(found.whole_state_dict()[name], whole, rtol=1e-4, atol=1e-6):
+            return line
+    with torch.no_grad():
+        torch.testing.assert_close(found(**batch)["loss"], plain(**batch)["loss"])
+    return ""
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_writes_into_experts_are_those_of_one_process_or_errors(tmp_path, ranks):
+    """`weight[0] = 0` was another expert on each rank."""
+    assert run_workers(on_ranks, ranks, tmp_path) == [""] * ranks
+
+
+def in_training(rank, folder, config):
+    """The same in a training script, before its first step, and after it."""
+    smp.init({"ddp": True, "expert_parallel_degree": 2, "microbatches": MB, **config})
+    model, plain = smp.DistributedModel(made("by hand")), made("by hand")
+    optimizer = smp.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+    for number in range(3):
+        found = dict(model.local_named_parameters() if number else model.named_parameters())
+        name = next(name for name in found if name.endswith("experts.up"))
+        own, whole = found[name], plain.get_parameter(name.removeprefix("module."))
+        for line in ("p.data.mul_(0.9)", "p.data[:, 2] = 0", "p.clamp_(-0.2, 0.2)", "p.normal_(); p.mul_(0.2)"):
+            run(line, own)
+            run(line, whole)
+        state = model.state_dict()
+        for key, value in plain.state_dict().items():
+            torch.testing.assert_close(state[key], value, rtol=1e-4, atol=1e-6)
+        for line in ("p.data[0] = 0", "p.data[:1].mul_(2)", "p.div_(p.norm())"):
+            with pytest.raises(UsageError, match=re.escape("experts.up")):
+                run(line, own)
+        optimizer.zero_grad()
+        train_step(model, batch_of(0, 0))
+        optimizer.step()
+        for batch in [{key: value.chunk(MB)[i] for key, value in batch_of(0, 0).items()} for i in range(MB)]:
+            (plain(**batch).loss / MB).backward()
+        with torch.no_grad():
+            for parameter in plain.parameters():
+                parameter -= 0.1 * parameter.grad
+                parameter.grad = None
+    return ""
+
+
+CONFIGS = [
+    {},
+    {"fully_shard": True},
+    {"tensor_parallel_degree": 2, "tensor_parallel_plan": "auto", "prescaled_batch": True},
+]
+
+
+@pytest.mark.parametrize("config", CONFIGS, ids=["", "fully_shard", "tensor"])
+def test_scripts_write_into_experts_between_steps(tmp_path, config):
+    """So with `fully_shard`, and tensor-parallel ranks that divide a rank's experts once more."""
+    ranks = 4 if config else 2
+    assert run_workers(in_training, ranks, tmp_path, config) == [""] * ranks
