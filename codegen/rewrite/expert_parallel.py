@@ -79,6 +79,7 @@ def divide_experts(trace: Trace, experts: Sequence[Experts], degree: int) -> Exp
     state = {name: spec for spec in trace.state for name in spec.names}
     local: dict[str, StateSpec | None] = {}
     collectives: list[InsertedCollective] = []
+    less: dict[str, int] = {}  # bytes of parameters that a call does not read any more
     for found in experts:
         most = -(-found.num_experts // degree)
         held = [name for member in found.members[:most] for name in member]
@@ -88,11 +89,19 @@ def divide_experts(trace: Trace, experts: Sequence[Experts], degree: int) -> Exp
         own = [*found.tensors, *held]
         elements = sum(state[name].spec.num_elements for name in own if state[name].is_parameter)
         per_expert = elements // (found.num_experts if found.tensors else most)
-        collectives += [
-            _traffic_of_call(trace, node, found, per_expert, degree) for node in _calls_of_experts(trace, found)
-        ]
+        gone = sum(state[name].spec.num_bytes for name in absent if name in state and state[name].is_parameter)
+        for name in found.tensors:
+            gone += state[name].spec.num_bytes - _fewer_experts(state[name], most).spec.num_bytes
+        for node in _calls_of_experts(trace, found):
+            collectives.append(_traffic_of_call(trace, node, found, per_expert, degree))
+            less[node.name] = less.get(node.name, 0) + gone
     divided = tuple(new for spec in trace.state if (new := local.get(spec.name, spec)) is not None)
-    return ExpertTrace(dataclasses.replace(trace, state=divided), degree, tuple(experts), tuple(collectives))
+    nodes = tuple(
+        dataclasses.replace(node, bytes_moved=max(0, node.bytes_moved - less[node.name])) if node.name in less else node
+        for node in trace.nodes
+    )
+    own_trace = dataclasses.replace(trace, state=divided, nodes=nodes)
+    return ExpertTrace(own_trace, degree, tuple(experts), tuple(collectives))
 
 
 def shares_of(found: ExpertTrace, trace: Trace) -> tuple[InsertedCollective, ...]:

@@ -281,9 +281,17 @@ def _attention_flops(query: Any, key: Any, value: Any, *args: Any, **kwargs: Any
     return int(2 * batch * heads * queries * key.shape[-2] * (width + value.shape[-1]))
 
 
-# torch's registry lacks the fused attention of CPUs.
+def _grouped_flops(left: Any, right: Any, *args: Any, **kwargs: Any) -> int:
+    """FLOPs of one matrix product for each group of rows or columns, which together are all: see `torch.nn.functional.grouped_mm`."""
+    shared = left.dim() > right.dim()  # [E, M, K] @ [K, N]: each column is multiplied by one group's matrix
+    return int(2 * math.prod(left.shape[1:] if shared else left.shape) * right.shape[-1])
+
+
+# torch's registry lacks the fused attention of CPUs, and grouped products.
 _OWN_FORMULAS: dict[Any, Callable[..., int]] = {
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: _attention_flops,
+    torch.ops.aten._grouped_mm: _grouped_flops,
+    torch.ops.aten._scaled_grouped_mm: _grouped_flops,
 }
 
 

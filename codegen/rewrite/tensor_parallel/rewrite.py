@@ -51,7 +51,7 @@ from smpc.codegen.rewrite.tensor_parallel.strategy import Facts, Strategy, argum
 from smpc.config.numbers import format_bytes
 from smpc.errors import CodegenError
 from smpc.tracer.constants import Ref, map_references, references
-from smpc.tracer.ir import ModuleCall, Node, NodeKind, TensorSpec, Trace, contiguous_stride
+from smpc.tracer.ir import ModuleCall, Node, NodeKind, StateSpec, TensorSpec, Trace, contiguous_stride
 from smpc.tracer.replay import evaluate
 from smpc.tracer.targets import BY_EXPERT, IN_SEGMENTS, ON_SUMMANDS, TENSOR_OPS
 
@@ -435,14 +435,15 @@ class _Writer:
         return dataclasses.replace(node, flops=node.flops // self.choice.degree, bytes_moved=moved)
 
     def _bytes_moved(self, node: Node, strategy: Strategy | None, layout: Layout) -> int:
-        """What a rank reads and writes: slices of what is in slices, all of what is whole, as parameters over slices of a sequence are.
-
-        Of a module that is called whole, whose parameters are not among its inputs, a share of everything.
-        """
+        """What a rank reads and writes: slices of what is in slices, all of what is whole, as parameters over slices of a sequence are."""
         degree, moved = self.choice.degree, node.bytes_moved
-        if strategy is None or node.kind is NodeKind.CALL_MODULE:
+        if strategy is None:
             return moved // degree
         read = own = 0
+        for state in self._state_inside(node):
+            size, sliced = state.spec.num_bytes, dict(strategy.state).get(state.name, REPLICATED)
+            read += size
+            own += size // degree if sliced.kind is LayoutKind.SHARDED else size
         for name, given in zip(self.trace.node(node.name).inputs, strategy.inputs, strict=True):
             spec = self.trace.node(name).spec
             size = 0 if spec is None else spec.touched_bytes
@@ -451,6 +452,13 @@ class _Writer:
         written = max(0, moved - read)
         own += written // degree if layout.kind is LayoutKind.SHARDED else written
         return max(moved // degree, min(moved, own))
+
+    def _state_inside(self, node: Node) -> list[StateSpec]:
+        """The parameters of a module that is called whole."""
+        if node.kind is not NodeKind.CALL_MODULE:
+            return []
+        prefix = f"{node.target}." if node.target else ""
+        return [s for s in self.trace.state if s.is_parameter and any(name.startswith(prefix) for name in s.names)]
 
     def _viewable(self, node: Node) -> Node:
         """`reshape` in place of a view of what has other strides on a rank, unless somebody writes into this memory.

@@ -152,14 +152,18 @@ class Forecast:
         return self._states[degree]
 
     def _least(self, shape: Shape) -> float:
-        """Seconds of one of its microbatches at least: by what it is, if that is known, else by the smallest of one rank.
+        """Seconds of one of its microbatches at least: by what it is, if that is known, else by the smallest of one rank with its experts.
 
         Not by another size for as many ranks: these may share out more of a larger one.
         """
         load, base = Load.of(shape), self.base_load
         if isinstance(self.loads.known.get(load), Traced):
             return self._least_times(load, shape).of(1.0)
-        return self._least_times(base, shape).of(load.size / base.size, load.tensor, load.context, load.expert)
+        divided = replace(base, expert=load.expert)
+        if isinstance(self.loads.get(divided), Traced):
+            base = divided
+        expert = load.expert // base.expert
+        return self._least_times(base, shape).of(load.size / base.size, load.tensor, load.context, expert)
 
     def _least_times(self, known: Load, shape: Shape) -> LeastTimes:
         """Of a microbatch that is known, on the wires of a shape; where its ranks return fewer outputs, of what those need."""

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from smpc.codegen.rewrite.context_parallel.rewrite import ContextPlan, collectives_of
-from smpc.codegen.rewrite.expert_parallel import Experts
+from smpc.codegen.rewrite.expert_parallel import Experts, recorded_inside
 from smpc.codegen.rewrite.outputs import loss_outputs
 from smpc.compile.experts import experts_to_divide
 from smpc.compile.options import PipelineOptions
@@ -65,6 +65,7 @@ class Workloads:
     device: Device
     leaf_modules: tuple[str, ...]
     recorded: dict[int, Trace] = field(default_factory=dict)
+    _with_whole_experts: dict[int, Trace] = field(default_factory=dict)
     known: dict[Load, Traced | str] = field(default_factory=dict)  # text: why there is none
     _divided: dict[int, tuple[Experts, ...]] = field(default_factory=dict)
     _confirmations: Confirmations = field(default_factory=Confirmations)
@@ -86,6 +87,23 @@ class Workloads:
             self.recorded[size] = record(self.model, args, kwargs, leaf_modules=self.leaf_modules)
         return self.recorded[size]
 
+    @property
+    def _opens_experts(self) -> bool:
+        """Whether recordings for ranks that divide experts are others than those for ranks that do not, as far as is known."""
+        return bool(self._with_whole_experts)
+
+    def _trace_for_experts(self, load: Load) -> Trace:
+        """The same, with those experts called whole that ranks divide."""
+        trace = self.trace(load.size)
+        inside = recorded_inside(trace, self.divided(load.expert))
+        if not inside:
+            return trace
+        if load.size not in self._with_whole_experts:
+            args, kwargs = first_microbatch(self.inputs, self.batch_size // load.size)
+            leaves = (*self.leaf_modules, *inside)
+            self._with_whole_experts[load.size] = record(self.model, args, kwargs, leaf_modules=leaves)
+        return self._with_whole_experts[load.size]
+
     def outputs(self, load: Load) -> tuple[str, ...] | None:
         """What ranks that share operations or sequences return whole: the loss, where the model has one; None: all."""
         return loss_outputs(self.trace(load.size)) if load.tensor > 1 or load.context > 1 else None
@@ -106,14 +124,17 @@ class Workloads:
         number = len(next(iter(self.recorded.values())).nodes) if self.recorded else 0
         shared = (load.tensor > 1 or load.expert > 1) * _SHARED * number
         sequences = (load.context > 1) * (_SEQUENCES * number + _CHECKED)
-        return (load.size not in self.recorded) * _RECORDED * number + shared + sequences
+        is_recorded = load.size in (
+            self._with_whole_experts if load.expert > 1 and self._opens_experts else self.recorded
+        )
+        return (not is_recorded) * _RECORDED * number + shared + sequences
 
     def get(self, load: Load) -> Traced | str:
         """What one rank computes; a text says why ranks cannot share it so."""
         if load not in self.known:
-            trace = self.trace(load.size)
+            self.trace(load.size)
             try:
-                self.known[load] = self._made(trace, load)
+                self.known[load] = self._made(self._trace_for_experts(load), load)
             except SmpcError as error:
                 self.known[load] = str(error)
         return self.known[load]
