@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import fnmatch
 import inspect
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -71,6 +72,16 @@ def shared_and_trained(found: Stacked) -> str | None:
         name for name, each in found.module.named_parameters() if each.requires_grad and name not in found.parameters
     ]
     return f"all experts share {', '.join(names)}; freeze it, or keep it outside of their module" if names else None
+
+
+def uses_of_parameters(model: nn.Module) -> dict[int, int]:
+    """By identity, how many modules hold each parameter."""
+    return Counter(
+        id(parameter)
+        for module in model.modules()
+        for parameter in module._parameters.values()
+        if parameter is not None
+    )
 
 
 def register_experts(module_class: type[nn.Module], parameters: Sequence[str]) -> type[nn.Module]:
