@@ -217,8 +217,9 @@ def _confirmed_for_expert_parallel(
     cuttable: list[Confirmed | Listed] = []
     whole: dict[str, str] = {}
     confirmations = Confirmations()
-    uses = uses_of_parameters(model)
-    for one in find_experts(model, patterns):
+    every = find_experts(model, patterns)
+    uses = uses_of_parameters(model, every)
+    for one in every:
         outcome = _unsuited_for_expert_parallel(one, group, router, uses) or confirmations.of(one)
         if isinstance(outcome, str):
             whole[one.name] = outcome

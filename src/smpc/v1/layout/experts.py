@@ -234,10 +234,11 @@ def _wholly(found: Listed, group: TensorGroup) -> Iterator[tuple[nn.Parameter, r
 
 def _confirmed_in_layout(module: nn.Module, degree: int, session: Session) -> list[Confirmed | Listed]:
     """The experts to cut. Raises an error if there are none, and for experts that cannot be divided."""
-    uses = uses_of_parameters(module)
+    every = find_experts(module)
+    uses = uses_of_parameters(module, every)
     cuttable: list[Confirmed | Listed] = []
     refused, whole, confirmations = [], [], Confirmations()
-    for one in find_experts(module):
+    for one in every:
         reason = _unsuited_in_layout(one, degree, uses, session.is_sharded)
         outcome = reason or confirmations.of(one)
         if not isinstance(outcome, str):
