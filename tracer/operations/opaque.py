@@ -65,6 +65,7 @@ from smpc.tracer.effects.torch_calls import statistics_of, tensors_in, version_o
 from smpc.tracer.ir import TensorSpec
 from smpc.tracer.operations.left_behind import Left, agreed, are_changed, changes, held
 from smpc.tracer.operations.meter import Meter
+from smpc.tracer.operations.small_sizes import SMALL_SIZES, about, extrapolated
 from smpc.tracer.state.attribute_memory import AttributeMemory
 from smpc.tracer.state.fakes import FakeState
 from smpc.tracer.structure import Structure, flatten
@@ -77,7 +78,6 @@ if TYPE_CHECKING:
 M = TypeVar("M", bound=type[nn.Module])
 
 _RULE = "_smpc_shape_rule"
-_SMALL_SIZES = (6, 10, 14)
 _LARGE_PARAMETER = 1 << 24  # elements above which a parameter is zero in a real run
 _EXCLUSIVE, _SWAPPED = 1 << 56, 1 << 62  # of an entry in /proc/self/pagemap
 _LARGE = 1 << 20  # elements of all inputs together above which a real run is made on small ones
@@ -137,7 +137,7 @@ def probe(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], stat
     if sum(tensor.numel() for tensor in tensors) <= _LARGE or not firsts:
         return _common_result(module, args, kwargs, state, meter, {})
     size = firsts.most_common(1)[0][0]
-    runs = [_common_result(module, args, kwargs, state, meter, {size: small}) for small in _SMALL_SIZES]
+    runs = [_common_result(module, args, kwargs, state, meter, {size: small}) for small in SMALL_SIZES]
     return _extend_probe(runs, size, type(module).__name__)
 
 
@@ -371,7 +371,7 @@ def _extend_probe(runs: list[Probe], size: int, class_name: str) -> Probe:
             leaves.append(triple[0])
             continue
         shape = tuple(
-            _extrapolated([spec.shape[dim] for spec in triple], size, class_name) for dim in range(len(triple[0].shape))
+            extrapolated([spec.shape[dim] for spec in triple], size, class_name) for dim in range(len(triple[0].shape))
         )
         stride = [math.prod(shape[dim + 1 :]) for dim in range(len(shape))]
         leaves.append(TensorSpec(shape, triple[0].dtype, tuple(stride), triple[0].requires_grad))
@@ -379,28 +379,10 @@ def _extend_probe(runs: list[Probe], size: int, class_name: str) -> Probe:
     saved: list[tuple[int, int]] = []
     for position in sorted({position for run in runs for position, _ in run.saved}):
         totals = [sum(num_bytes for p, num_bytes in run.saved if p == position) for run in runs]
-        saved.append((position, _about(totals, size)))
-    flops = _about([run.flops for run in runs], size)
+        saved.append((position, about(totals, size)))
+    flops = about([run.flops for run in runs], size)
     left = agreed(agreed(first.left, runs[1].left), runs[2].left)
     return dataclasses.replace(first, leaves=leaves, saved=saved, flops=flops, left=left)
-
-
-def _about(values: list[int], size: int) -> int:
-    """The value at `size` of the line through the outer ones: costs may depend a little on values, as routing does."""
-    slope = (values[-1] - values[0]) / (_SMALL_SIZES[-1] - _SMALL_SIZES[0])
-    return max(0, round(values[0] + slope * (size - _SMALL_SIZES[0])))
-
-
-def _extrapolated(values: list[int], size: int, class_name: str) -> int:
-    """The value at `size` of the line through the values at the small sizes."""
-    (x0, x1, x2), (y0, y1, y2) = _SMALL_SIZES, values
-    if (y1 - y0) * (x2 - x1) != (y2 - y1) * (x1 - x0):
-        raise TraceError(
-            f"the outputs of {class_name} do not grow in proportion to its inputs (sizes {values} for {_SMALL_SIZES}): "
-            "give their shapes with smpc.register_shape_rule"
-        )
-    slope, rest = divmod(y1 - y0, x1 - x0)
-    return y0 + slope * (size - x0) + rest * (size - x0) // (x1 - x0)
 
 
 def fake_of(described: Any, inputs: Sequence[Any], used: Sequence[Tensor], device: torch.device) -> Any:
