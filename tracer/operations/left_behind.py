@@ -5,8 +5,10 @@
 
 A recording does not see it: copies of the module have run, on invented values. Code around the module that reads it goes on with what was
 there before, such as no loss at all. So what is found in the copies is put in place for the rest of the recording: a tensor that belongs to
-no recorded call, which nobody can use; other values where two runs agree; else something that is an error wherever it is used. What a
-module does to containers among its arguments is an error of the module around it, which is then called whole in its place.
+no recorded call, which nobody can use, and for another value on which two runs do not agree something that is an error wherever it is used.
+Numbers and words on which they agree stay what they were before.
+
+What a module does to containers among its arguments is an error of the module around it, which is then called whole in its place.
 """
 
 from __future__ import annotations
@@ -142,10 +144,16 @@ def _described(value: Any) -> Any:
 
 
 def agreed(first: tuple[Left, ...], second: tuple[Left, ...]) -> tuple[Left, ...]:
-    """What two runs have left alike; `Unknown` in place of the rest."""
+    """The tensors that two runs have left alike, and `Unknown` in place of what they do not agree on."""
     others = {each.path: each.value for each in second}
     found = [Left(each.path, _merged(each.value, others.pop(each.path, Unknown))) for each in first]
-    return (*found, *(Left(path, Unknown) for path in others))
+    return (*(each for each in found if not _is_plain(each.value)), *(Left(path, Unknown) for path in others))
+
+
+def _is_plain(value: Any) -> bool:
+    if isinstance(value, dict):
+        return all(map(_is_plain, value.values()))
+    return isinstance(value, _PLAIN) or (isinstance(value, list | tuple) and all(map(_is_plain, value)))
 
 
 def _merged(first: Any, second: Any) -> Any:
