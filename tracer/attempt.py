@@ -136,6 +136,7 @@ def record_once(subject: Subject) -> Attempt:
         recorder.reads.is_again = subject.is_again
         stack.callback(recorder.attributes.restore)
         stack.callback(_forget, recorder)
+        stack.callback(recorder.left.take_back)
         args, kwargs = recorder.bind_inputs(request.args, request.kwargs, differentiates=request.differentiates)
         stack.enter_context(recorder.meter)
         stack.enter_context(_saved_tensors(recorder))

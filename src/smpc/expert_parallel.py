@@ -36,8 +36,16 @@ from smpc.executor.replicas.apart import ExpertsApart
 from smpc.experts.confirm import Confirmations, Confirmed
 from smpc.experts.dispatch import WAYS, owned
 from smpc.experts.listed import spread_out
-from smpc.experts.stacked import Options, cut
-from smpc.experts.structure import Found, Listed, Stacked, find_experts, register_experts, shared_and_trained
+from smpc.experts.stacked import Options, cut, look_at
+from smpc.experts.structure import (
+    Found,
+    Listed,
+    Stacked,
+    find_experts,
+    register_experts,
+    shared_and_trained,
+    uses_of_parameters,
+)
 from smpc.experts.whole import ExpertHoldings
 from smpc.in_place.skeleton import plain_name
 from smpc.nn.init.sliced_models import note_rows
@@ -153,16 +161,24 @@ def shard(
     """
     group = group if isinstance(group, TensorGroup) else TensorGroup.of(group)
     options = _expert_options(group, dispatch, capacity_factor, router, gradients)
-    module = cut_experts(model, group, options, experts)
+    module = cut_experts(model, group, options, experts, looks=True)
     if group.process_group is not None:
         note_split(model, [name for name, _ in module.expert_parameters()], group.process_group)
     return module
 
 
 def cut_experts(
-    model: nn.Module, group: TensorGroup, options: Options, experts: Sequence[str] | None = None
+    model: nn.Module,
+    group: TensorGroup,
+    options: Options,
+    experts: Sequence[str] | None = None,
+    *,
+    looks: bool = False,
 ) -> ExpertParallelModule:
-    """`shard`, for callers that see themselves to it that gradients, optimizers and wrappers know of parts."""
+    """`shard`, for callers that see themselves to it that gradients, optimizers and wrappers know of parts.
+
+    `looks`: whether calls of the model look at what else uses the experts' parameters; wrappers of FSDP1 do.
+    """
     confirmed, left_whole = _confirmed_for_expert_parallel(model, group, experts, options.router)
     found: list[Found] = [one.experts if isinstance(one, Confirmed) else one for one in confirmed]
     holdings = ExpertHoldings.of(model, found if group.size > 1 else [], group)
@@ -175,6 +191,8 @@ def cut_experts(
     for stacked in (one for one in found if isinstance(one, Stacked) and group.size > 1):
         mine = owned(stacked.num_experts, group)
         note_rows(stacked.module, dict.fromkeys(stacked.parameters, (stacked.num_experts, mine)), group, stacked.name)
+    if looks and group.size > 1:
+        look_at(model, options)
     return ExpertParallelModule(model, group, holdings, {one.name: one.num_experts for one in found}, left_whole)
 
 
@@ -206,8 +224,10 @@ def _confirmed_for_expert_parallel(
     cuttable: list[Confirmed | Listed] = []
     whole: dict[str, str] = {}
     confirmations = Confirmations()
-    for one in find_experts(model, patterns):
-        outcome = _unsuited_for_expert_parallel(one, group, router) or confirmations.of(one)
+    every = find_experts(model, patterns)
+    uses = uses_of_parameters(model, every)
+    for one in every:
+        outcome = _unsuited_for_expert_parallel(one, group, router, uses) or confirmations.of(one)
         if isinstance(outcome, str):
             whole[one.name] = outcome
         else:
@@ -221,19 +241,25 @@ def _confirmed_for_expert_parallel(
     return cuttable, whole
 
 
-def _unsuited_for_expert_parallel(found: Found, group: TensorGroup, router: str) -> str | None:
-    """Why experts cannot be cut, independent of what they compute."""
+def _unsuited_for_expert_parallel(found: Found, group: TensorGroup, router: str, uses: Mapping[int, int]) -> str | None:
+    """Why experts cannot be cut, independent of what they compute. `uses`: how many modules hold each parameter."""
     if found.num_experts < group.size:
         return f"{found.num_experts} experts are fewer than {group.size} ranks"
     if isinstance(found, Stacked) and (reason := shared_and_trained(found)) is not None:
         return reason
     modules = [found.module] if isinstance(found, Stacked) else [found.block, *found.members]
+    inside = [
+        module for own in ([found.module] if isinstance(found, Stacked) else found.members) for module in own.modules()
+    ]
+    if group.size > 1 and any(
+        uses[id(p)] > 1 for module in inside for p in module._parameters.values() if p is not None
+    ):
+        return "other modules share its parameters"
     if any("forward" in vars(module) for module in modules):
         return "somebody has replaced the forward of an instance"
     if isinstance(found, Listed):
         if router != "none":
             return f"router {router!r} needs experts in one module"
-        inside = [module for member in found.members for module in member.modules()]
         if any(isinstance(module, nn.modules.batchnorm._BatchNorm) for module in inside):
             return "they have a BatchNorm, which depends on all rows that an expert gets"
     return None

@@ -1,5 +1,6 @@
 """A loss that uses the model's parameters by itself: refused where ranks share them, else one process's gradients."""
 
+import mixtures
 import pytest
 import torch
 from executor_harness import run_workers
@@ -112,3 +113,26 @@ def with_modules(rank, folder, in_step):
 @pytest.mark.parametrize("in_step", [False, True])
 def test_a_penalty_on_parameters_of_distributed_modules_is_refused(tmp_path, in_step):
     assert run_workers(with_modules, 2, tmp_path, in_step) == [None] * 2
+
+
+@smp.step
+def step_with_experts(model, batch, name):
+    loss = model(**batch).loss
+    loss = loss + sum(p.square().mean() for key, p in model.named_parameters() if name in key)
+    model.backward(loss)
+
+
+def with_experts(rank, folder, name):
+    smp.init({"expert_parallel_degree": 2, "microbatches": mixtures.MB, "ddp": True})
+    model = smp.DistributedModel(mixtures.made(name))
+    step_with_experts(model, mixtures.batch_of(0, rank), "head")
+    with pytest.raises(
+        (StepError, PeerError), match=r"\(a penalty on weights\), where this rank has those of some experts"
+    ):
+        step_with_experts(model, mixtures.batch_of(0, rank), "expert")
+
+
+@pytest.mark.parametrize("name", ["by hand", "listed"])
+def test_a_penalty_on_experts_that_ranks_divide_is_refused(tmp_path, name):
+    """It was that of this rank's experts, without a word."""
+    assert run_workers(with_experts, 2, tmp_path, name) == [None] * 2

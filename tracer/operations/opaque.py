@@ -63,7 +63,9 @@ from smpc.tracer.effects import differentiation
 from smpc.tracer.effects.differentiation import joined
 from smpc.tracer.effects.torch_calls import statistics_of, tensors_in, version_of, written_by
 from smpc.tracer.ir import TensorSpec
+from smpc.tracer.operations.left_behind import Left, agreed, are_changed, changes, held
 from smpc.tracer.operations.meter import Meter
+from smpc.tracer.operations.small_sizes import SMALL_SIZES, about, extrapolated
 from smpc.tracer.state.attribute_memory import AttributeMemory
 from smpc.tracer.state.fakes import FakeState
 from smpc.tracer.structure import Structure, flatten
@@ -76,7 +78,6 @@ if TYPE_CHECKING:
 M = TypeVar("M", bound=type[nn.Module])
 
 _RULE = "_smpc_shape_rule"
-_SMALL_SIZES = (6, 10, 14)
 _LARGE_PARAMETER = 1 << 24  # elements above which a parameter is zero in a real run
 _EXCLUSIVE, _SWAPPED = 1 << 56, 1 << 62  # of an entry in /proc/self/pagemap
 _LARGE = 1 << 20  # elements of all inputs together above which a real run is made on small ones
@@ -117,6 +118,8 @@ class Probe:
     reached: list[
         Tensor
     ]  # of the recording's tensors, none of which it was given: those that its code has otherwise found
+    left: tuple[Left, ...] = ()  # see `smpc.tracer.operations.left_behind`
+    changes_arguments: bool = False  # whether it puts other things into containers that it is given
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,7 +137,7 @@ def probe(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], stat
     if sum(tensor.numel() for tensor in tensors) <= _LARGE or not firsts:
         return _common_result(module, args, kwargs, state, meter, {})
     size = firsts.most_common(1)[0][0]
-    runs = [_common_result(module, args, kwargs, state, meter, {size: small}) for small in _SMALL_SIZES]
+    runs = [_common_result(module, args, kwargs, state, meter, {size: small}) for small in SMALL_SIZES]
     return _extend_probe(runs, size, type(module).__name__)
 
 
@@ -156,7 +159,8 @@ def _common_result(
         raise TraceError(
             f"what {type(module).__name__} returns, beside the values of its tensors, depends on its inputs"
         )
-    return first
+    left, changes_arguments = agreed(first.left, second.left), first.changes_arguments or second.changes_arguments
+    return dataclasses.replace(first, left=left, changes_arguments=changes_arguments)
 
 
 def _real_run(
@@ -182,7 +186,8 @@ def _real_run(
         owned = {t.untyped_storage()._cdata: count + i for i, t in enumerate(real_state)}
         positions = {t.untyped_storage()._cdata: i for i, t in enumerate(inputs) if isinstance(t, torch.Tensor)}
         written = _Written([*(t for t in inputs if isinstance(t, torch.Tensor)), *real_state])
-        reached, attributes, held = _Reached(state), AttributeMemory(copied), dict[int, str]()
+        reached, attributes, holding = _Reached(state), AttributeMemory(copied), dict[int, str]()
+        before = held(copied)
 
         def note(tensor: torch.Tensor) -> torch.Tensor:
             storage = tensor.untyped_storage()
@@ -190,7 +195,7 @@ def _real_run(
                 reached.keep(storage._cdata)
                 return tensor
             if path := attributes.at(tensor):
-                held[storage._cdata] = path
+                holding[storage._cdata] = path
                 reached.keep(storage._cdata)
             if storage._cdata not in seen:
                 seen[storage._cdata] = storage
@@ -208,10 +213,22 @@ def _real_run(
         same = {id(t): i for i, t in enumerate(inputs) if isinstance(t, torch.Tensor)}
         described = [_described_output(leaf, same) for leaf in found]
         changed, found_written = attributes.written(), written.positions()
+        left, is_changed = changes(before, held(copied)), are_changed((real_args, real_kwargs), inputs, structure)
     kept = list(dict.fromkeys(owned[storage] for storage in reached.kept() if storage in owned))
-    needed = list(dict.fromkeys(held[storage] for storage in reached.kept() if storage in held))
+    needed = list(dict.fromkeys(holding[storage] for storage in reached.kept() if storage in holding))
     return Probe(
-        described, shape, saved, found_written, kept, changed, needed, meter.flops, meter.random, reached.found
+        described,
+        shape,
+        saved,
+        found_written,
+        kept,
+        changed,
+        needed,
+        meter.flops,
+        meter.random,
+        reached.found,
+        left,
+        is_changed,
     )
 
 
@@ -354,7 +371,7 @@ def _extend_probe(runs: list[Probe], size: int, class_name: str) -> Probe:
             leaves.append(triple[0])
             continue
         shape = tuple(
-            _extrapolated([spec.shape[dim] for spec in triple], size, class_name) for dim in range(len(triple[0].shape))
+            extrapolated([spec.shape[dim] for spec in triple], size, class_name) for dim in range(len(triple[0].shape))
         )
         stride = [math.prod(shape[dim + 1 :]) for dim in range(len(shape))]
         leaves.append(TensorSpec(shape, triple[0].dtype, tuple(stride), triple[0].requires_grad))
@@ -362,27 +379,10 @@ def _extend_probe(runs: list[Probe], size: int, class_name: str) -> Probe:
     saved: list[tuple[int, int]] = []
     for position in sorted({position for run in runs for position, _ in run.saved}):
         totals = [sum(num_bytes for p, num_bytes in run.saved if p == position) for run in runs]
-        saved.append((position, _about(totals, size)))
-    flops = _about([run.flops for run in runs], size)
-    return dataclasses.replace(first, leaves=leaves, saved=saved, flops=flops)
-
-
-def _about(values: list[int], size: int) -> int:
-    """The value at `size` of the line through the outer ones: costs may depend a little on values, as routing does."""
-    slope = (values[-1] - values[0]) / (_SMALL_SIZES[-1] - _SMALL_SIZES[0])
-    return max(0, round(values[0] + slope * (size - _SMALL_SIZES[0])))
-
-
-def _extrapolated(values: list[int], size: int, class_name: str) -> int:
-    """The value at `size` of the line through the values at the small sizes."""
-    (x0, x1, x2), (y0, y1, y2) = _SMALL_SIZES, values
-    if (y1 - y0) * (x2 - x1) != (y2 - y1) * (x1 - x0):
-        raise TraceError(
-            f"the outputs of {class_name} do not grow in proportion to its inputs (sizes {values} for {_SMALL_SIZES}): "
-            "give their shapes with smpc.register_shape_rule"
-        )
-    slope, rest = divmod(y1 - y0, x1 - x0)
-    return y0 + slope * (size - x0) + rest * (size - x0) // (x1 - x0)
+        saved.append((position, about(totals, size)))
+    flops = about([run.flops for run in runs], size)
+    left = agreed(agreed(first.left, runs[1].left), runs[2].left)
+    return dataclasses.replace(first, leaves=leaves, saved=saved, flops=flops, left=left)
 
 
 def fake_of(described: Any, inputs: Sequence[Any], used: Sequence[Tensor], device: torch.device) -> Any:
@@ -396,6 +396,7 @@ def fake_of(described: Any, inputs: Sequence[Any], used: Sequence[Tensor], devic
 
 
 Run = Callable[[Callable[..., Any], tuple[Any, ...], Mapping[str, Any]], Any]
+_RETURN = "what to do: have it return what it puts there"
 _PASS = "what to do: pass it as an argument, or have the module hold it"
 _BACKWARD = (
     "forward runs a backward that adds to the gradients of parameters, between those of other microbatches",
@@ -466,6 +467,11 @@ class WholeCall:
         """A real run has found tensors of the recording."""
         with torch._C.DisableTorchFunction():
             self._note_used(tensors, {})
+
+    def note_changes(self, is_changed: bool) -> None:
+        """A real run has put other things into its arguments, or not."""
+        if is_changed:
+            self.refuse("it puts something into a list, dict or other container that it is given", _RETURN)
 
     def note_others(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         """Another thread has run an operation inside."""

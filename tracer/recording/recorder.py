@@ -29,6 +29,7 @@ from smpc.tracer.effects.torch_calls import CallModes, dense, running_statistics
 from smpc.tracer.environment.reads import Reads
 from smpc.tracer.input_guards import Answers, Questions, is_fixed
 from smpc.tracer.ir import STRIDED_VIEW, ModuleCall, Node, NodeKind, TensorSpec, Trace, strided_view_arguments
+from smpc.tracer.operations.left_behind import RETURN_IT, LeftBehind
 from smpc.tracer.operations.meter import WAY_OUT, DtypeError, Meter, moved_bytes, touched_bytes
 from smpc.tracer.operations.opaque import Probes, WholeAttributes, WholeCall, fake_of, shape_rule
 from smpc.tracer.operations.values import (
@@ -111,7 +112,7 @@ class Recorder(TorchFunctionMode):
         self.modes_of_calls = CallModes(device)
         self._state_storage = [self._tensors.storage(fake) for fake in state.fakes]
         self._state_storages = frozenset(self._state_storage)
-        self.attributes = AttributeValues(state)
+        self.attributes, self.left = AttributeValues(state), LeftBehind(device)
 
     # -- inputs and output ---------------------------------------------------------------------------------------------
 
@@ -532,6 +533,7 @@ class Recorder(TorchFunctionMode):
     ) -> Any:
         where = f"leaf module {fqn}"
         self.sizes.refuse((args, kwargs))
+        self.left.take_back(fqn)
         node_args, node_kwargs = self.arguments(where, args, kwargs)
         watched = (*tensors_in((args, kwargs)), *module.parameters(), *module.buffers())
         before = [(tensor, version_of(tensor)) for tensor in watched]
@@ -584,6 +586,7 @@ class Recorder(TorchFunctionMode):
             what = f"{type(module).__name__} cannot be called whole either: {type(error).__name__}: {error}"
             raise self.error(what, line=innermost_line(error), way_out=_SHAPE_RULE) from error
         whole.note_reached(found.reached)
+        whole.note_changes(found.changes_arguments)
         inputs = flatten((args, kwargs))[0]
         tensors = [*tensors_in(inputs), *module.parameters(), *module.buffers()]
         self.meter.flops, self.meter.random = found.flops, found.random
@@ -595,6 +598,7 @@ class Recorder(TorchFunctionMode):
                 self._tensors.storage(inputs[position]) if position >= 0 else self._tensors.new_storage(num_bytes)
             )
         leaves = [fake_of(leaf, inputs, tensors, self.device) for leaf in found.leaves]
+        self.left.put(module, whole.fqn, found.left)
         return found.structure.unflatten(leaves), [tensors[i] for i in found.written]
 
     def _note_rebound_buffers(self, opened: OpenCall) -> None:
@@ -672,6 +676,8 @@ class Recorder(TorchFunctionMode):
         return self._attributes[fqn]
 
     def _unknown(self, tensor: torch.Tensor, where: str) -> UntraceableError:
+        if self.left.text(tensor):
+            return self.error(f"{where} is {self.left.text(tensor)}", way_out=RETURN_IT)
         return self.error(f"{where} is a tensor {tuple(tensor.shape)} that {torch_calls.why_unknown(tensor)}")
 
     def _described(self, value: Any) -> tuple[TensorSpec | None, int]:

@@ -178,6 +178,8 @@ def _fused_experts_with(module: nn.Module, values: dict[str, Tensor]) -> nn.Modu
         name: None if parameter is None else nn.Parameter(values[name], requires_grad=False)
         for name, parameter in module._parameters.items()
     }
+    if PARTS in vars(module):
+        made.__dict__.update(dict.fromkeys(vars(module)[PARTS].counts, len(values[NAMES[0]])))
     for hooks in ("_forward_hooks", "_forward_pre_hooks"):
         made.__dict__[hooks] = type(vars(module)[hooks])()
     return made

@@ -5,10 +5,14 @@ What must hold for a module M of E experts, with hidden states h, experts i and 
     mixture      M(h, i, w) = sum_j w_j M(h, i_j, 1): weights multiply what experts return, and slots add up
     alone        a module with some of the experts, numbered from 0, returns for them what M does
     local        it does so after the attributes that count experts have been set to the number that is there
+    no places    all experts compute alike, whatever their numbers: not every other one, the last one, or those from a number on
+    no more      it returns no tokens for numbers that it has no parameters for, as do some mixtures for tokens that need no expert
     rows apart   what M returns for a row does not depend on the other rows of the call: on their order, number, size or shape. One scale
                  of all activations, a capacity, or a sum over the sequence depend on them, and a rank serves other rows than one process
+    no memory    what it keeps of a call, in attributes and buffers, does not depend on the rows (`smpc.experts.remembered`)
 
-The last must hold for every expert that is a module of its own. Hidden states of shape [2, 3, H] need not be taken, as ranks pass rows.
+The last two must hold for every expert that is a module of its own, and it may change no buffer. Hidden states of shape [2, 3, H] need
+not be taken, as ranks pass rows.
 
 Which attributes these are is found by trying: none, then those of value E with `expert` in their name, then all of value E. The numbers
 of experts are small in these runs, and large experts share memory: each has the values of the one before, moved on a little, or all have
@@ -21,10 +25,12 @@ import copy
 import itertools
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 from torch import Tensor, nn
 
+from smpc.experts.remembered import changed_buffers, kept_of_rows
 from smpc.experts.structure import Found, Listed, Stacked
 from smpc.tracer.ir import contiguous_stride
 
@@ -36,6 +42,7 @@ _APART = (
     4_100  # elements between the first ones of two experts that do: a multiple of 16 bytes, and no row of a usual size
 )
 _FEW = 4  # experts
+_MORE = 3  # numbers of experts that there are not
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,11 +162,14 @@ def _tried_split(experts: Stacked, counts: tuple[str, ...], hidden: int, *, apar
             mixed = sum(slot * weights[:, [place]] for place, slot in enumerate(slots))
             if not _close(both, mixed):
                 return f"{name} returned something else than the sum of weight times expert"
+            if (reason := _unlike_alone(experts, values, counts, tokens)) is not None:
+                return reason
             alone = copy_with_experts(experts, [value[first:] for value in values], counts)
-            local = torch.arange(_TOKENS).remainder(few - first).unsqueeze(1)
-            if not _close(alone(tokens, local, ones), some(tokens, local + first, ones)):
-                return f"{name} returned something else for some of its experts, without the others"
             if (reason := _mixes_rows(name, alone, _with_ones(alone), hidden, few - first)) is not None:
+                return reason
+            make = partial(copy_with_experts, experts, values, counts)
+            runs = [lambda run: run(tokens, index, weights), lambda run: run(tokens[1:3], index[2:4], weights[1:3])]
+            if (reason := _remembers(name, make, runs)) is not None:
                 return reason
             if counts and not _same_as_all(experts, counts, values, tokens):
                 return f"{name} returned something else when {', '.join(counts)} said how many experts are there"
@@ -168,6 +178,58 @@ def _tried_split(experts: Stacked, counts: tuple[str, ...], hidden: int, *, apar
             return _tried_split(experts, counts, hidden, apart=True)
         return f"{name} could not be run on hidden states of {hidden} and some of its experts: {error}"
     return None
+
+
+def _unlike_alone(experts: Stacked, values: list[Tensor], counts: tuple[str, ...], tokens: Tensor) -> str | None:
+    """None if experts return by themselves what they return among all, wherever they are, and none are there without parameters."""
+    name, few = type(experts.module).__name__, len(values[0])
+    some, ones = copy_with_experts(experts, values, counts), torch.ones(len(tokens), 1)
+    for start, stop in dict.fromkeys(((few - few // 2, few), (1, few), (0, few - 1))):
+        alone = copy_with_experts(experts, [value[start:stop] for value in values], counts)
+        local = torch.arange(len(tokens)).remainder(stop - start).unsqueeze(1)
+        if not _close(alone(tokens, local, ones), some(tokens, local + start, ones)):
+            return f"{name} returned something else for some of its experts, without the others"
+    if not _alike_everywhere(experts, values, tokens[:1]):
+        return f"{name} returned something else for experts with the same parameters and other numbers"
+    silent = copy_with_experts(experts, [_zeros_like(value) for value in values], counts)
+    for number in (-1, *range(few, few + _MORE), *range(experts.num_experts, experts.num_experts + _MORE)):
+        if _returns_tokens(silent, number, tokens):
+            return f"{name} returned tokens for expert {number}, for which it has no parameters"
+    return None
+
+
+def _alike_everywhere(experts: Stacked, values: list[Tensor], token: Tensor) -> bool:
+    """Whether experts with the same values return the same: all, or as many of them as can be run soon."""
+    count = experts.num_experts
+    most = max(2, _LARGE * _FEW // max(1, sum(value[0].numel() for value in values)))
+    index = torch.linspace(0, count - 1, min(count, most)).long().unsqueeze(1)
+    every = [value[:1].expand(count, *value.shape[1:]) for value in values]
+    if sum(value.numel() for value in every) <= _LARGE:
+        every = [value.contiguous() for value in every]
+    whole = copy_with_experts(experts, every, ())
+    found: Tensor = whole(token.expand(len(index), -1).contiguous(), index, torch.ones(len(index), 1))
+    return _close(found, found[:1].expand_as(found))
+
+
+def _returns_tokens(module: nn.Module, number: int, tokens: Tensor) -> bool:
+    """Whether a number of no expert returns its tokens, by some factor: not nothing, an error, or memory that nobody has written."""
+    index, ones = torch.full((len(tokens), 1), number), torch.ones(len(tokens), 1)
+    try:
+        found, other = module(tokens, index, ones), module(2 * tokens.flip(0), index, ones)
+    except Exception:  # whatever its forward raises
+        return False
+    return not _close(found, torch.zeros_like(found)) and _close(other, 2 * found.flip(0))
+
+
+def _remembers(name: str, make: Callable[[], nn.Module], runs: Sequence[Callable[[nn.Module], object]]) -> str | None:
+    """None if what a module keeps of a call does not depend on the rows."""
+    kept = kept_of_rows(lambda: make().train(), runs)
+    if not kept:
+        return None
+    return (
+        f"{name} keeps something of the rows that it is called with, in {', '.join(kept[:3])}: ranks call it with others; keep it outside "
+        "of the experts"
+    )
 
 
 def _with_ones(module: nn.Module) -> Callable[[Tensor, Tensor], object]:
@@ -262,7 +324,14 @@ def _tried_member(member: nn.Module, width: int) -> str | None:
     try:
         with torch.no_grad(), torch.random.fork_rng(devices=[]):
             copied = _copied_member(member)
-            return _mixes_rows(name, copied, lambda rows, _: copied(rows), width, 1)
+            if (reason := _mixes_rows(name, copied, lambda rows, _: copied(rows), width, 1)) is not None:
+                return reason
+            rows = torch.randn(_TOKENS, width, generator=torch.Generator().manual_seed(2))
+            runs = [lambda run: run(rows), lambda run: run(rows[1:3])]
+            if (reason := _remembers(name, partial(_copied_member, member), runs)) is not None:
+                return reason
+            changed = changed_buffers(_copied_member(member).train(), runs[0])
+            return f"{name} changes its buffer {changed[0]}, as often as a rank calls it" if changed else None
     except Exception as error:  # whatever its forward raises
         return f"{name} could not be run on rows of {width}: {error}"
 
@@ -294,6 +363,12 @@ def _copied_buffer(buffer: Tensor) -> Tensor:
     if buffer.is_meta:
         return torch.full(buffer.shape, 0.5 if buffer.is_floating_point() else 0, dtype=dtype)
     return buffer.detach().to("cpu", dtype, copy=True)
+
+
+def _rising(buffer: Tensor) -> Tensor:
+    """Another value in each row, on the CPU."""
+    rows = 1 + torch.arange(len(buffer), dtype=torch.float32) / len(buffer)
+    return rows.view(-1, *[1] * (buffer.dim() - 1)).expand(buffer.shape).contiguous()
 
 
 def _may_share(experts: Stacked, counts: tuple[str, ...], hidden: int) -> bool:
@@ -360,8 +435,16 @@ def _invented(shape: Sequence[int], generator: torch.Generator, scale: float | N
     return short.repeat(-(-count // len(short)))[:count].view(shape)
 
 
+def _zeros_like(value: Tensor) -> Tensor:
+    """Zeros that share memory as the value does."""
+    return torch.zeros(value.untyped_storage().nbytes() // value.element_size()).as_strided(value.shape, value.stride())
+
+
 def copy_with_experts(experts: Stacked, values: list[Tensor], counts: tuple[str, ...]) -> nn.Module:
-    """The module with other parameters, on the CPU; attributes that count experts say how many these are."""
+    """The module with other parameters, on the CPU; attributes that count experts say how many these are.
+
+    Buffers with a value for each expert have others, too: they may be alike now, and differ later.
+    """
     module = experts.module
     invented = dict(zip(experts.parameters, values, strict=True))
     memo: dict[int, object] = {}
@@ -369,6 +452,10 @@ def copy_with_experts(experts: Stacked, values: list[Tensor], counts: tuple[str,
         own = invented.get(name)
         if isinstance(tensor, nn.Parameter):
             memo[id(tensor)] = nn.Parameter(torch.full(tensor.shape, 0.5) if own is None else own, requires_grad=False)
+        elif tensor.is_floating_point() and tensor.shape[:1] == (
+            experts.num_experts,
+        ):  # a value for each expert, it seems
+            memo[id(tensor)] = _rising(tensor)
         elif tensor.device.type != "cpu":
             memo[id(tensor)] = _copied_buffer(tensor)
     copied: nn.Module = copy.deepcopy(module, memo)

@@ -72,6 +72,9 @@ class ListedBlock:
     wanted: set[int] = field(default_factory=set)  # the experts that were called where gradients are wanted
     calls: list[_ExpertCall] | None = None
     position: int | None = None
+    autocast: dict[str, tuple[bool, torch.dtype]] = field(
+        default_factory=dict
+    )  # by kind of device, where the block was called
     widths: dict[tuple[int, torch.dtype], torch.Size] = field(default_factory=dict)
     reached: frozenset[str] | None = None  # see `_reached`
 
@@ -109,12 +112,13 @@ class ListedBlock:
             self.calls.append(_ExpertCall(expert, rows))
             if torch.is_grad_enabled():
                 self.wanted.add(expert)
-            kind = (
-                torch.get_autocast_dtype(rows.device.type)
-                if torch.is_autocast_enabled(rows.device.type)
-                else rows.dtype
-            )
-            return rows.new_zeros(rows.shape[:-1] + self.width(rows), dtype=kind)
+            is_cast, kind = _autocast(rows.device.type)
+            if self.autocast.get(rows.device.type, (is_cast, kind)) != (is_cast, kind):
+                raise UsageError(
+                    f"{self.name}: expected experts to be called with the autocast of their block, as ranks serve the rows of all, found "
+                    f"{kind if is_cast else 'none'} for module {expert}; set it around the block, or leave these experts whole (`experts=`)"
+                )
+            return rows.new_zeros(rows.shape[:-1] + self.width(rows), dtype=kind if is_cast else rows.dtype)
         return self._again(expert, rows)
 
     def _again(self, expert: int, rows: Tensor) -> Tensor:
@@ -128,13 +132,14 @@ class ListedBlock:
                 f"found other rows for module {expert} when they had returned; leave these modules whole (`experts=`)"
             )
         assert call.result is not None
-        return call.result
+        return call.result if torch.is_grad_enabled() else call.result.detach()
 
     def width(self, rows: Tensor) -> torch.Size:
         """The sizes of what an expert returns for a row, found on the meta device where absent experts are there."""
         key = (rows.shape[-1], rows.dtype)
         if key not in self.widths:
-            found = self._of_one(rows) if self.keeps and self.absent is None else self._of_absent(rows)
+            with self.options.uses.inside():
+                found = self._of_one(rows) if self.keeps and self.absent is None else self._of_absent(rows)
             if not isinstance(found, Tensor) or found.dim() != 2 or found.shape[0] != 1:
                 raise UsageError(
                     f"{self.name}: expected experts to return a row for every row; leave these whole (`experts=`)"
@@ -226,6 +231,12 @@ class ListedBlock:
 class BlockOfExperts(nn.Module):
     """The forward of a module that calls experts, some of which are on other ranks."""
 
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """What its forward returns; whoever calls it whole may look at all that it holds."""
+        block: ListedBlock = vars(self)[_BLOCK]
+        with block.options.uses.inside():
+            return super().__call__(*args, **kwargs)
+
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """What the block returns with all experts at hand, for this rank's inputs. All ranks of the group call it."""
         block: ListedBlock = vars(self)[_BLOCK]
@@ -237,10 +248,13 @@ class BlockOfExperts(nn.Module):
                 f"{block.name}: a block some of whose experts are on other ranks is run on invented values alone"
             )
         block.calls, block.position = [], None
+        block.autocast = {kind: _autocast(kind) for kind in ("cpu", "cuda")}
+        uses = block.options.uses
         try:
-            with _undone_expert_run(self, block):
+            with uses.looking(self), _undone_expert_run(self, block):
                 own(*tree_map(_copied_for_expert, args), **tree_map(_copied_for_expert, kwargs))
-            back = block.exchange(_like_expert_arguments(args, kwargs))
+            with uses.inside():
+                back = block.exchange(_like_expert_arguments(args, kwargs))
             block.position = 0
             output = own(*args, **kwargs)
             if block.position != len(block.calls):
@@ -304,6 +318,7 @@ def spread_out(
         if expert not in block.mine and not keeps:
             _drop_parameters(member)
         vars(member)[_MEMBER] = (block, expert)
+        options.uses.add(f"{found.name}.{found.keys[expert]}", member)
         take_role(member, ListedExpert)
     vars(found.block)[_BLOCK] = block
     take_role(found.block, BlockOfExperts)
@@ -370,6 +385,10 @@ def _undone_expert_run(module: nn.Module, block: ListedBlock) -> Iterator[None]:
 def _devices_of_listed_experts(*tensors: Tensor) -> list[int]:
     """The GPUs that tensors are on, for `fork_rng`."""
     return sorted({tensor.get_device() for tensor in tensors if tensor.is_cuda})
+
+
+def _autocast(kind: str) -> tuple[bool, torch.dtype]:
+    return torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)
 
 
 def _copied_for_expert(value: Any) -> Any:

@@ -16,7 +16,7 @@ import functools
 import inspect
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -29,6 +29,7 @@ from smpc.executor.sharded_state import replacement
 from smpc.experts.confirm import Confirmed
 from smpc.experts.dispatch import capacity_of, combine, dispatch, owned
 from smpc.experts.linear import scale_gradient
+from smpc.experts.outside_uses import OutsideUses
 from smpc.experts.routers import round_robin_route
 from smpc.tracer import register_shape_rule
 
@@ -46,6 +47,7 @@ def _with_role(module_class: Any, role: Any) -> Any:
 
 _TENSOR = "_smpc_tensor_ranks"  # the argument by which a part is told that tensor-parallel ranks divide it
 _ROUTING = 3  # hidden states, experts, weights
+_USES = "_smpc_uses_of_experts"
 
 
 def _nothing_around(module: nn.Module) -> AbstractContextManager[None]:
@@ -57,7 +59,8 @@ class Options:
     """How tokens travel. `gradient_scale`: what the gradients of experts, sums over all ranks' tokens, are multiplied by.
 
     `capacity_factor`: how many even shares an expert takes of each rank's slots; None: all that come. `router`: "none", the model's own,
-    or "balanced", which sends the slots round robin, with the model's weights. `around`: what a module's forward runs in.
+    or "balanced", which sends the slots round robin, with the model's weights. `around`: what a module's forward runs in. `uses`: knows
+    the experts that are divided with these.
     """
 
     way: str = "all_to_all"
@@ -65,6 +68,7 @@ class Options:
     gradient_scale: float = 1.0
     router: str = "none"
     around: Callable[[nn.Module], AbstractContextManager[None]] = _nothing_around
+    uses: OutsideUses = field(default_factory=OutsideUses, compare=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,8 +86,31 @@ class ExpertParts:
         return self
 
 
+class WithExperts(nn.Module):
+    """A model with divided experts: what else uses their parameters is an error (`smpc.experts.outside_uses`)."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """What the model returns."""
+        uses: OutsideUses = vars(self)[_USES]
+        with uses.looking(self):
+            return super().__call__(*args, **kwargs)
+
+
+def look_at(model: nn.Module, options: Options) -> None:
+    """Has calls of a model look at what uses the parameters of experts that are divided with these options, in place."""
+    if _USES not in vars(model):
+        take_role(model, WithExperts)
+    vars(model)[_USES] = options.uses
+
+
 class PartOfExperts(nn.Module):
     """The forward of a module that holds some of the experts."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """What its forward returns, and what hooks around it do."""
+        parts: ExpertParts = vars(self)[PARTS]
+        with parts.options.uses.inside():
+            return super().__call__(*args, **kwargs)
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
         """What the whole module returns for this rank's tokens. All ranks of the group call it.
@@ -95,12 +122,9 @@ class PartOfExperts(nn.Module):
         num_slices, tensor = kwargs.pop(SLICES, 1), kwargs.pop(_TENSOR, None)
         hidden, index, weights = _routing_arguments(parts.names, args, kwargs)
         hidden, weights = scale_gradient(hidden, 1 / num_slices), scale_gradient(weights, 1 / num_slices)
-        with parts.options.around(self):
-            if tensor is None:
-                found = _mixed(super().forward, parts, hidden, index, weights)
-            else:
-                with counting(self, parts.counts, parts.group.share(parts.num_experts) // tensor.size):
-                    found = _mixed(super().forward, parts, hidden, index, weights, tensor)
+        few = parts.group.share(parts.num_experts) // (1 if tensor is None else tensor.size)
+        with parts.options.around(self), counting(self, parts.counts, few):
+            found = _mixed(super().forward, parts, hidden, index, weights, tensor)
         return scale_gradient(found, num_slices)
 
 
@@ -256,8 +280,7 @@ def become_part(confirmed: Confirmed, group: TensorGroup, options: Options) -> N
     """Makes the module one that serves the tokens of all ranks with this rank's experts, which are its parameters already, or soon."""
     module, num_experts = confirmed.experts.module, confirmed.experts.num_experts
     names = tuple(inspect.signature(module.forward).parameters)[:_ROUTING]
-    for count in confirmed.counts:
-        setattr(module, count, group.share(num_experts))
     may_share = confirmed.may_share and num_experts % group.size == 0
     vars(module)[PARTS] = ExpertParts(num_experts, group, options, names, confirmed.counts, may_share)
+    options.uses.add(confirmed.experts.name, module)
     take_role(module, PartOfExperts)

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import fnmatch
 import inspect
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from torch import nn
@@ -71,6 +71,28 @@ def shared_and_trained(found: Stacked) -> str | None:
         name for name, each in found.module.named_parameters() if each.requires_grad and name not in found.parameters
     ]
     return f"all experts share {', '.join(names)}; freeze it, or keep it outside of their module" if names else None
+
+
+def uses_of_parameters(model: nn.Module, experts: Iterable[Found]) -> dict[int, int]:
+    """By identity of a parameter, how many modules hold it; or how many experts, if more: these may share a module that does."""
+    containers = {id(one.container if isinstance(one, Listed) else one.module): one for one in experts}
+    holders: dict[int, set[int]] = {}
+    owners: dict[int, set[tuple[int, ...]]] = {}
+    seen: set[tuple[int, tuple[int, ...]]] = set()
+    waiting: list[tuple[nn.Module, tuple[int, ...]]] = [(model, ())]
+    while waiting:
+        module, owner = waiting.pop()
+        if (id(module), owner) in seen:
+            continue
+        seen.add((id(module), owner))
+        one = containers.get(id(module))
+        own = (id(module),) if isinstance(one, Stacked) else owner
+        for parameter in module._parameters.values():
+            holders.setdefault(id(parameter), set()).add(id(module))
+            owners.setdefault(id(parameter), set()).add(own)
+        for child in module.children():
+            waiting.append((child, (id(module), id(child)) if isinstance(one, Listed) else own))
+    return {each: max(len(found), len(owners[each])) for each, found in holders.items()}
 
 
 def register_experts(module_class: type[nn.Module], parameters: Sequence[str]) -> type[nn.Module]:

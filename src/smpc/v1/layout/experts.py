@@ -20,7 +20,7 @@ Every step compares which step function the ranks of a group run, and whether it
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -36,8 +36,8 @@ from smpc.executor.replicas.group_hooks import StepHooks
 from smpc.experts.confirm import Confirmations, Confirmed
 from smpc.experts.dispatch import owned
 from smpc.experts.listed import ListedBlock, spread_out
-from smpc.experts.stacked import Options, become_part
-from smpc.experts.structure import Found, Listed, Stacked, find_experts, shared_and_trained
+from smpc.experts.stacked import Options, become_part, look_at
+from smpc.experts.structure import Found, Listed, Stacked, find_experts, shared_and_trained, uses_of_parameters
 from smpc.mesh import Axis
 from smpc.nn.init.sliced_models import note_rows
 from smpc.nn.parallel import ParameterSlice
@@ -85,6 +85,7 @@ class DividedExperts:
         mine = {names[id(tensor)]: rows for one in stacked for tensor, rows in _rows(one, self._group)}
         rows_of = {name: (self._shapes[name][0].size, rows) for name, rows in mine.items()}
         note_rows(module, rows_of, self._group)
+        look_at(module, options)
         in_parts = session.is_sharded
         self._called = _Called(
             tuple(spread_out(one, self._group, options, keeps=True, in_parts=in_parts) for one in listed)
@@ -237,10 +238,11 @@ def _wholly(found: Listed, group: TensorGroup) -> Iterator[tuple[nn.Parameter, r
 
 def _confirmed_in_layout(module: nn.Module, degree: int, session: Session) -> list[Confirmed | Listed]:
     """The experts to cut. Raises an error if there are none, and for experts that cannot be divided."""
-    uses = _uses_of_expert_parameters(module)
+    every = find_experts(module)
+    uses = uses_of_parameters(module, every)
     cuttable: list[Confirmed | Listed] = []
     refused, whole, confirmations = [], [], Confirmations()
-    for one in find_experts(module):
+    for one in every:
         reason = _unsuited_in_layout(one, degree, uses, session.is_sharded)
         outcome = reason or confirmations.of(one)
         if not isinstance(outcome, str):
@@ -293,15 +295,3 @@ def _unsuited_in_layout(found: Found, degree: int, uses: Mapping[int, int], in_p
     if any("forward" in vars(module) for module in modules):
         return "somebody has replaced the forward of the instance"
     return None
-
-
-def _uses_of_expert_parameters(module: nn.Module) -> dict[int, int]:
-    """How many modules hold each parameter."""
-    found: dict[int, int] = {}
-    for parameter in _places(module.modules()):
-        found[id(parameter)] = found.get(id(parameter), 0) + 1
-    return found
-
-
-def _places(modules: Iterable[nn.Module]) -> Iterator[nn.Parameter]:
-    return (parameter for module in modules for parameter in module._parameters.values() if parameter is not None)

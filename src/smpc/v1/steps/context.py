@@ -192,10 +192,17 @@ class StepContext:
         """Whether steps run compiled programs and not the model itself."""
         return self.session.mesh.pp_size > 1 or self.tensors is not None or self.sequences is not None
 
+    @property
+    def shares_parameters(self) -> bool:
+        """Whether a loss may use parameters that this rank has parts of, without a pipeline (`shared_use_of`)."""
+        return self.distribution.shares_parameters or self.experts is not None
+
     def shared_use_of(self, parameter: nn.Parameter) -> str:
         """What a use of a parameter by a loss itself, beside the model, would count wrongly; "" where it is right."""
         if self.sequences is not None:
             return "each rank that shares sequences would add its gradient"
         if self.distribution.is_sharded(parameter):
             return "this rank has a slice of one"
+        if self.experts is not None and parameter in self.experts:
+            return "this rank has those of some experts"
         return "ranks divide the gradient of one" if self.distribution.divides_gradient_of(parameter) else ""

@@ -95,7 +95,7 @@ class Direct:
         """The backward pass, with the loss scaled as in a step."""
         where = "(none: outside of steps)"
         roots = make_roots(tensors, gradients, 1 / self._context.precision.loss_scale, where)
-        if self._is_open and self._context.distribution.shares_parameters:
+        if self._is_open and self._context.shares_parameters:
             check_loss(roots, self._first_node, self._context.shared_use_of, where)
         with self._supervised():
             torch.autograd.backward([tensor for tensor, _ in roots], [gradient for _, gradient in roots])
@@ -211,7 +211,7 @@ class Single:
             replicas.start_of_step()
         values, backwards, losses = [], [], Losses(context.precision)
         scale = context.divisor / context.precision.loss_scale
-        shared = context.shared_use_of if context.distribution.shares_parameters else None
+        shared = context.shared_use_of if context.shares_parameters else None
         for index, microbatch in enumerate(microbatches):
             is_last = index == len(microbatches) - 1
             more = self._more_roots(replicas) if is_last else None
