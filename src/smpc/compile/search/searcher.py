@@ -12,7 +12,7 @@ The sample inputs are the GLOBAL batch: what all replicas process together in on
 How. There may be a million candidates, each of which takes a second to plan, and models take seconds to record. So the search goes from
 what looks best to what looks worst, by a guess (`smpc.compile.search.estimate`):
 
-    shape       degrees, places and microbatches. Bound (`smpc.partitioner.costs.least_times`) and guess are made from one recorded microbatch
+    shape       degrees, places and microbatches. Its bound (`partitioner.costs.least_times`) and its guess are made from one recorded one
     candidate   a shape that looked best is recorded and rewritten (`workloads`), and is in the queue once for each way to train it
     plan        a candidate that looks best is planned as its best contiguous cut for balanced computation (`memory_weight` 0)
 
