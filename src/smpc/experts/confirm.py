@@ -162,7 +162,7 @@ def _tried_split(experts: Stacked, counts: tuple[str, ...], hidden: int, *, apar
             mixed = sum(slot * weights[:, [place]] for place, slot in enumerate(slots))
             if not _close(both, mixed):
                 return f"{name} returned something else than the sum of weight times expert"
-            if (reason := _unlike_alone(experts, values, counts, tokens)) is not None:
+            if (reason := _unlike_alone(experts, values, counts, tokens, apart=apart)) is not None:
                 return reason
             alone = copy_with_experts(experts, [value[first:] for value in values], counts)
             if (reason := _mixes_rows(name, alone, _with_ones(alone), hidden, few - first)) is not None:
@@ -180,7 +180,9 @@ def _tried_split(experts: Stacked, counts: tuple[str, ...], hidden: int, *, apar
     return None
 
 
-def _unlike_alone(experts: Stacked, values: list[Tensor], counts: tuple[str, ...], tokens: Tensor) -> str | None:
+def _unlike_alone(
+    experts: Stacked, values: list[Tensor], counts: tuple[str, ...], tokens: Tensor, *, apart: bool
+) -> str | None:
     """None if experts return by themselves what they return among all, wherever they are, and none are there without parameters."""
     name, few = type(experts.module).__name__, len(values[0])
     some, ones = copy_with_experts(experts, values, counts), torch.ones(len(tokens), 1)
@@ -189,7 +191,7 @@ def _unlike_alone(experts: Stacked, values: list[Tensor], counts: tuple[str, ...
         local = torch.arange(len(tokens)).remainder(stop - start).unsqueeze(1)
         if not _close(alone(tokens, local, ones), some(tokens, local + start, ones)):
             return f"{name} returned something else for some of its experts, without the others"
-    if not _alike_everywhere(experts, values, tokens[:1]):
+    if not _alike_everywhere(experts, values, counts if apart else None, tokens[:1]):
         return f"{name} returned something else for experts with the same parameters and other numbers"
     silent = copy_with_experts(experts, [_zeros_like(value) for value in values], counts)
     for number in (-1, *range(few, few + _MORE), *range(experts.num_experts, experts.num_experts + _MORE)):
@@ -198,15 +200,18 @@ def _unlike_alone(experts: Stacked, values: list[Tensor], counts: tuple[str, ...
     return None
 
 
-def _alike_everywhere(experts: Stacked, values: list[Tensor], token: Tensor) -> bool:
-    """Whether experts with the same values return the same: all, or as many of them as can be run soon."""
-    count = experts.num_experts
+def _alike_everywhere(experts: Stacked, values: list[Tensor], counts: tuple[str, ...] | None, token: Tensor) -> bool:
+    """Whether experts with the same values return the same: all, or as many of them as can be run soon.
+
+    `counts`: large experts cannot share memory, so there are as many as there are values, and these attributes say how many.
+    """
+    count = experts.num_experts if counts is None else len(values[0])
     most = max(2, _LARGE * _FEW // max(1, sum(value[0].numel() for value in values)))
     index = torch.linspace(0, count - 1, min(count, most)).long().unsqueeze(1)
     every = [value[:1].expand(count, *value.shape[1:]) for value in values]
-    if sum(value.numel() for value in every) <= _LARGE:
+    if counts is not None or sum(value.numel() for value in every) <= _LARGE:
         every = [value.contiguous() for value in every]
-    whole = copy_with_experts(experts, every, ())
+    whole = copy_with_experts(experts, every, counts or ())
     found: Tensor = whole(token.expand(len(index), -1).contiguous(), index, torch.ones(len(index), 1))
     return _close(found, found[:1].expand_as(found))
 
