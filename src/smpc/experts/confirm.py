@@ -23,7 +23,9 @@ from __future__ import annotations
 
 import copy
 import itertools
-from collections.abc import Callable, Iterable, Sequence
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -220,10 +222,26 @@ def _returns_tokens(module: nn.Module, number: int, tokens: Tensor) -> bool:
     """Whether a number of no expert returns its tokens, by some factor: not nothing, an error, or memory that nobody has written."""
     index, ones = torch.full((len(tokens), 1), number), torch.ones(len(tokens), 1)
     try:
-        found, other = module(tokens, index, ones), module(2 * tokens.flip(0), index, ones)
+        with _unwritten_is_nan():
+            found, other = module(tokens, index, ones), module(2 * tokens.flip(0), index, ones)
     except Exception:  # whatever its forward raises
         return False
     return not _close(found, torch.zeros_like(found)) and _close(other, 2 * found.flip(0))
+
+
+@contextmanager
+def _unwritten_is_nan() -> Iterator[None]:
+    """Memory that nobody has written is NaN. It may have been that of a copy of the tokens, and hold them still."""
+    mode, fills = torch.get_deterministic_debug_mode(), torch.utils.deterministic.fill_uninitialized_memory  # type: ignore[attr-defined]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        torch.use_deterministic_algorithms(True, warn_only=True)
+        torch.utils.deterministic.fill_uninitialized_memory = True  # type: ignore[attr-defined]
+        try:
+            yield
+        finally:
+            torch.set_deterministic_debug_mode(mode)
+            torch.utils.deterministic.fill_uninitialized_memory = fills  # type: ignore[attr-defined]
 
 
 def _remembers(name: str, make: Callable[[], nn.Module], runs: Sequence[Callable[[nn.Module], object]]) -> str | None:

@@ -104,7 +104,7 @@ _WITHOUT_PLAN = (
     2.0  # as much of the budget may be spent before there is a plan that fits, and once more on the least memory
 )
 _OFFLOADING = 0.1  # of the budget, on top of it, for ways that offload, once there is one that fits
-_BUDGET, _BUDGET_FOR_NODE = 800.0, 2.2  # about milliseconds of a core, at effort 1
+_BUDGET, _BUDGET_FOR_NODE = 2500.0, 2.2  # about milliseconds of a core, at effort 1
 _PLAN, _PLAN_FOR_NODE, _PLAN_FOR_ACTION, _PLAN_FOR_STAGES = 6.0, 0.06, 0.05, 0.15
 ShowProgress = Callable[[str, int, int], object]  # (phase, done, total)
 
