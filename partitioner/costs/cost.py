@@ -77,6 +77,7 @@ _ARITHMETIC = ("add", "sub", "mul", "truediv", "div", "pow", "matmul")
 Product = tuple[int, int, int, int]
 _BATCHED = ("bmm", "baddbmm")
 _MAYBE_BATCHED = ("matmul", "__matmul__", "__rmatmul__", "einsum")
+ATTENTION_BACKWARD = 2.5  # times the FLOPs of its forward
 _DROPOUT, _IS_CAUSAL = 4, 5  # their places among the arguments of scaled_dot_product_attention
 
 
@@ -265,7 +266,7 @@ class CostModel:
         peak = self.peak(dtype)
         if is_attention(node):
             share = self.kernels.attention[is_backward]
-            return attention_flops(node) * (2.5 if is_backward else 1.0) / (peak * share)
+            return attention_flops(node) * (ATTENTION_BACKWARD if is_backward else 1.0) / (peak * share)
         shape = product_of(node)
         if shape is None:
             return products * node.flops / peak

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from smpc.partitioner.costs.cost import (
+    ATTENTION_BACKWARD,
     CostedNode,
     CostModel,
     Product,
@@ -32,8 +33,6 @@ from smpc.partitioner.costs.cost import (
 from smpc.partitioner.costs.device import best_share
 from smpc.partitioner.problem import FloatArray
 from smpc.tracer.ir import NodeKind, Trace
-
-_ATTENTION_BACKWARD = 2.5  # times the FLOPs of its forward
 
 
 @dataclass(frozen=True, eq=False)
@@ -170,7 +169,7 @@ class _LeastTime:
         node, peak = item.node, self._costs.peak(item.dtype)
         if is_attention(node):
             share = self._kernels.attention[is_backward]
-            return attention_flops(node) * (_ATTENTION_BACKWARD if is_backward else 1.0) / (peak * share)
+            return attention_flops(node) * (ATTENTION_BACKWARD if is_backward else 1.0) / (peak * share)
         shape = product_of(node)
         if shape is None:
             return products * node.flops / peak
