@@ -13,6 +13,7 @@ be computed once; nor does what no output is made from, nor what modules that ar
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -54,18 +55,23 @@ class LeastTimes:
         Where attention is made of several operations, context-parallel ranks may have it as one: FLOPs alone count.
         """
         shared = times / tensor / context
-        grows = self.flops + self.activations if self.is_fused or context == 1 else self.flops
-        stays = self.parameters / tensor / expert
         added = self.accumulated / tensor / expert + self.exchanged * shared
         if tensor == context == expert == 1:
-            return float(np.maximum(self.launches, grows * times + stays).sum()) + added
-        return max(self.products, float(grows.sum()) * shared + float(stays.sum())) + added
+            each = (self.flops + self.activations) * times + self.parameters
+            return float(np.maximum(self.launches, each).sum()) + added
+        flops, activations, parameters = self._sums
+        grows = flops + activations if self.is_fused or context == 1 else flops
+        return max(self.products, grows * shared + parameters / tensor / expert) + added
+
+    @functools.cached_property
+    def _sums(self) -> tuple[float, float, float]:
+        return float(self.flops.sum()), float(self.activations.sum()), float(self.parameters.sum())
 
 
 def least_times(trace: Trace, costs: CostModel) -> LeastTimes:
     """Of a recorded microbatch."""
     flops, activations, parameters, launches = np.zeros((4, 2, len(trace.nodes)))
-    counted = _from_inputs(trace) & _to_outputs(trace)
+    counted = grows_with_batch(trace)
     of_costs, products, is_fused = _LeastTime(trace, costs), 0.0, False
     for item in costed_nodes(trace):
         i, node = item.position, item.node
@@ -84,6 +90,11 @@ def least_times(trace: Trace, costs: CostModel) -> LeastTimes:
         is_fused = is_fused or is_attention(node)
     added = of_costs.accumulated(weight_gradient_bytes(trace, costs)) if costs.accumulated else 0.0
     return LeastTimes(flops, activations, parameters, launches, added, products, 0.0, is_fused)
+
+
+def grows_with_batch(trace: Trace) -> set[str]:
+    """The names of the nodes that are taken to grow with the batch: they are made from inputs, and outputs are made from them."""
+    return _from_inputs(trace) & _to_outputs(trace)
 
 
 def _from_inputs(trace: Trace) -> set[str]:

@@ -16,7 +16,6 @@ the step of a plan is, `smpc.compile.step` says.
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
@@ -62,24 +61,26 @@ class EstimatedState:
         return cls(parameters, buffers, optimizer, gradients)
 
     @property
+    def _parts(self) -> tuple[int, int, int, int]:
+        return self.parameters, self.buffers, self.optimizer, self.gradients
+
+    @property
     def total(self) -> int:
         """All of it."""
-        return self.parameters + self.buffers + self.optimizer + self.gradients
+        return sum(self._parts)
 
     @classmethod
     def joined(cls, one: EstimatedState, other: EstimatedState) -> EstimatedState:
         """Both together."""
-        pairs = zip(dataclasses.astuple(one), dataclasses.astuple(other), strict=True)
-        return cls(*(a + b for a, b in pairs))
+        return cls(*(a + b for a, b in zip(one._parts, other._parts, strict=True)))
 
     def times(self, factor: float) -> EstimatedState:
         """So many times as much."""
-        return EstimatedState(*(round(part * factor) for part in dataclasses.astuple(self)))
+        return EstimatedState(*(round(part * factor) for part in self._parts))
 
     def without(self, part: EstimatedState) -> EstimatedState:
         """All but a part of it."""
-        pairs = zip(dataclasses.astuple(self), dataclasses.astuple(part), strict=True)
-        return EstimatedState(*(whole - some for whole, some in pairs))
+        return EstimatedState(*(whole - some for whole, some in zip(self._parts, part._parts, strict=True)))
 
     def least(self, experts: EstimatedState, sharding: Sharding, shape: Shape, activations: float = 0.0) -> float:
         """Bytes that all ranks of a pipeline hold at least, at some time of a step. Where blocks gather their own, others are in parts.

@@ -63,6 +63,7 @@ from smpc.partitioner.costs.device import Group, best_share
 from smpc.partitioner.costs.least_times import LeastTimes, least_times
 from smpc.partitioner.graph.plan import Plan
 from smpc.partitioner.graph.recompute import kept_bytes, requested_regions
+from smpc.partitioner.memory.working_set import largest_working_set
 from smpc.partitioner.solve import rank_peaks
 from smpc.tracer.ir import Trace
 
@@ -81,6 +82,8 @@ class Forecast:
     _leasts: dict[tuple[Load, tuple[str, ...] | None, float, tuple[Group, ...]], LeastTimes] = field(
         default_factory=dict
     )
+    _alone: dict[tuple[Load, tuple[str, ...] | None, float], LeastTimes] = field(default_factory=dict)
+    _working_sets: dict[tuple[bool, tuple[str, ...] | None], int] = field(default_factory=dict)
     _samples: dict[_Key, EstimatedSample] = field(default_factory=dict)
     _reruns: dict[tuple[_Key, str], EstimatedReruns] = field(default_factory=dict)
     _profiles: dict[Load, Profile] = field(default_factory=dict)
@@ -129,10 +132,11 @@ class Forecast:
         state, experts = self._state(shape.expert_parallel_degree)
         split = shape.tensor_parallel_degree * shape.pipeline_parallel_degree
         kinds = shardings(shape, self.tried.sharding)
-        held = min(state.least(experts, kind, shape) for kind in kinds)
+        working = self._working_set(shape)
+        held = min(state.least(experts, kind, shape, working * shape.tensor_parallel_degree) for kind in kinds)
         traffic = min(traffic_of(state, experts, kind, place) for kind in kinds)
         rate = place.device.memory_bandwidth * best_share(place.device.kernels.memory)
-        return pipeline * (1.0 + place.slowdown) + traffic / split / rate, int(held / split)
+        return pipeline * (1.0 + place.slowdown) + traffic / split / rate, int(max(held / split, working))
 
     def _state(self, degree: int) -> tuple[EstimatedState, EstimatedState]:
         """What expert-parallel ranks hold of the model: all that is not in experts which they divide, and a share of those; the share."""
@@ -159,11 +163,30 @@ class Forecast:
         load, base = Load.of(shape), self.base_load
         if isinstance(self.loads.known.get(load), Traced):
             return self._least_times(load, shape).of(1.0)
-        divided = replace(base, expert=load.expert)
+        fewest = min((d for d in self.tried.expert if d > 1 and load.expert % d == 0), default=1)
+        divided = replace(base, expert=fewest)  # more of them send as much at least
         if isinstance(self.loads.get(divided), Traced):
             base = divided
         expert = load.expert // base.expert
         return self._least_times(base, shape).of(load.size / base.size, load.tensor, load.context, expert)
+
+    def _working_set(self, shape: Shape) -> float:
+        """Bytes of activations that some rank holds at least, by the smallest microbatch.
+
+        Where attention is made of several operations, context-parallel ranks may have it as one, which holds less.
+        """
+        base, tensor, context = self.base_load, shape.tensor_parallel_degree, shape.context_parallel_degree
+        if context > 1 and not self._least_times(base, shape).is_fused:
+            return 0.0
+        is_whole, outputs = (
+            shape.pipeline_parallel_degree == 1,
+            self.loads.outputs(replace(Load.of(shape), size=base.size)),
+        )
+        if (is_whole, outputs) not in self._working_sets:
+            self._working_sets[is_whole, outputs] = largest_working_set(
+                self._trace_for(base, outputs), is_whole=is_whole
+            )
+        return self._working_sets[is_whole, outputs] * shape.microbatch_size / base.size / tensor / context
 
     def _least_times(self, known: Load, shape: Shape) -> LeastTimes:
         """Of a microbatch that is known, on the wires of a shape; where its ranks return fewer outputs, of what those need."""
@@ -179,12 +202,22 @@ class Forecast:
                 # Where sequences are shared, gradients of parameters that are used whole as well do not grow with the microbatch.
                 if not item.overlaps and known.context == 1
             )
+            self._leasts[key] = replace(self._least_alone(known, outputs, accumulated), exchanged=sent)
+        return self._leasts[key]
+
+    def _least_alone(self, known: Load, outputs: tuple[str, ...] | None, accumulated: float) -> LeastTimes:
+        """The same without what is sent."""
+        key = known, outputs, accumulated
+        if key not in self._alone:
             options = PipelineOptions(1, device=self.setting.device, optimizer=self.setting.optimizer)
             costs = replace(options.cost_model, accumulated=accumulated)
-            trace = self.loads.traced(known).trace
-            found = least_times(trace if outputs is None else keep_outputs(trace, outputs), costs)
-            self._leasts[key] = replace(found, exchanged=sent)
-        return self._leasts[key]
+            self._alone[key] = least_times(self._trace_for(known, outputs), costs)
+        return self._alone[key]
+
+    def _trace_for(self, known: Load, outputs: tuple[str, ...] | None) -> Trace:
+        """A microbatch, with these outputs alone unless they are None."""
+        trace = self.loads.traced(known).trace
+        return trace if outputs is None else keep_outputs(trace, outputs)
 
     @functools.cached_property
     def tried(self) -> Tried:
@@ -199,14 +232,14 @@ class Forecast:
             self._schedules[key] = sum(1 for _ in ways(shape, once))
         return self._schedules[key] * len(shardings(shape, self.tried.sharding)) * len(self.tried.again)
 
-    def typical(self, shape: Shape) -> list[Candidate]:
-        """Some candidates of a shape, by which it is judged: the smallest ramp, what is simple, and what needs the least memory."""
+    def typical(self, shape: Shape) -> list[list[Candidate]]:
+        """Candidates by which a shape is judged: with the smallest ramp, and simple ones; of each the last needs the least memory."""
         known = list(schedules(shape, self.tried.schedules))
         kinds = shardings(shape, self.tried.sharding)
         shown = [known[-1], known[0]] if known[-1] != known[0] else known[:1]
         agains = dict.fromkeys((self.tried.again[0], *self.tried.again[-2:]))
         pairs = dict.fromkeys([(self.tried.again[0], kinds[0]), *((again, kinds[-1]) for again in agains)])
-        return [candidate_of(shape, *way, *pair) for way in shown for pair in pairs]
+        return [[candidate_of(shape, *way, *pair) for pair in pairs] for way in shown]
 
     def guessed(self, candidate: Candidate, place: EstimatedPlace, plain: EstimatedSample) -> Guess:
         """By the sample of the candidate's load."""

@@ -33,6 +33,7 @@ tensors these ranks return the loss alone, so that logits are never gathered; `f
 from __future__ import annotations
 
 import heapq
+import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -243,17 +244,21 @@ class _Searcher:
 
     def _push_shape(self, shape: Shape, bound: float, peak: int) -> None:
         """Into the queue, by what its best candidate may take."""
-        place = self.forecast.place(shape)
-        steps = [(self.forecast.guessed_step(way, place), way) for way in self.forecast.typical(shape)]
-        looks: list[Guess] = []
-        for step, way in sorted(steps, key=lambda pair: pair[0]):
-            looks.append(Guess(step, self.forecast.guessed_peak(way)))
-            if looks[-1].peak <= self.setting.limit:
-                break
-        fits = looks[-1].peak <= self.setting.limit
-        look = looks[-1] if fits else looks[0]
+        look, fits = self._look(shape)
         waiting = Waiting(shape, bound, peak, look, basis=self.loads.nearest(Load.of(shape)))
         self._push(waiting, deferred=not fits)
+
+    def _look(self, shape: Shape) -> tuple[Guess, bool]:
+        """About what a shape's best candidate takes of those that seem to fit; where none does, the fastest of all, and False."""
+        place, limit = self.forecast.place(shape), self.setting.limit
+        by_way = self.forecast.typical(shape)
+        peaks = [self.forecast.guessed_peak(ways[-1]) for ways in by_way]  # the least of each
+        steps = [(self.forecast.guessed_step(way, place), way) for ways in by_way for way in ways]
+        steps.sort(key=lambda pair: pair[0])
+        if min(peaks) > limit:
+            return Guess(steps[0][0], min(peaks)), False
+        looks = (Guess(step, self.forecast.guessed_peak(way)) for step, way in steps)
+        return next(look for look in looks if look.peak <= limit), True
 
     def _expand(self, waiting: Waiting) -> None:
         """A shape's candidates into the queue."""
@@ -375,7 +380,7 @@ class _Searcher:
         most = math.inf if self.best is None else self.best[0].step_time * (1.0 + _HOPELESS * self.setting.effort)
         if waiting.candidate is not None or waiting.guess.step <= most:
             return waiting.guess.step > most
-        place, typical = self.forecast.place(waiting.shape), self.forecast.typical(waiting.shape)
+        place, typical = self.forecast.place(waiting.shape), itertools.chain(*self.forecast.typical(waiting.shape))
         return min(self.forecast.guessed_step(way, place, hopeful=True) for way in typical) > most
 
     @property

@@ -55,6 +55,11 @@ class Load:
             shape.expert_parallel_degree,
         )
 
+    @property
+    def degrees(self) -> tuple[int, int, int]:
+        """All but the size."""
+        return self.tensor, self.context, self.expert
+
 
 @dataclass
 class Workloads:
@@ -67,6 +72,7 @@ class Workloads:
     recorded: dict[int, Trace] = field(default_factory=dict)
     _with_whole_experts: dict[int, Trace] = field(default_factory=dict)
     known: dict[Load, Traced | str] = field(default_factory=dict)  # text: why there is none
+    _losses: dict[int, tuple[str, ...] | None] = field(default_factory=dict)
     _divided: dict[int, tuple[Experts, ...]] = field(default_factory=dict)
     _confirmations: Confirmations = field(default_factory=Confirmations)
     _collectives: dict[Load, list[tuple[Sequence[Collective], Axis]]] = field(default_factory=dict)
@@ -106,14 +112,18 @@ class Workloads:
 
     def outputs(self, load: Load) -> tuple[str, ...] | None:
         """What ranks that share operations or sequences return whole: the loss, where the model has one; None: all."""
-        return loss_outputs(self.trace(load.size)) if load.tensor > 1 or load.context > 1 else None
+        if load.tensor == load.context == 1:
+            return None
+        if load.size not in self._losses:
+            self._losses[load.size] = loss_outputs(self.trace(load.size))
+        return self._losses[load.size]
 
     def nearest(self, load: Load) -> Load | None:
         """The smallest microbatch that is known of ranks that share as much; None if there is none."""
         sizes = [
             known.size
             for known, traced in self.known.items()
-            if replace(known, size=load.size) == load and isinstance(traced, Traced)
+            if known.degrees == load.degrees and isinstance(traced, Traced)
         ]
         return replace(load, size=min(sizes)) if sizes else None
 
