@@ -1,6 +1,6 @@
 """Numbers that left the tensor of a slice alone (`weight.norm().item()`): numbers that know it as long as a script reckons with them.
 
-    scale = 1 / max(weight.norm().item(), 0)
+    scale = 1 / max(weight.norm().item(), 1e-6)
     print(f"{scale:.3f}")                     as any float
     weight.mul_(scale)                        UsageError, as by the tensor
     if scale > 0.5: ...                       UsageError: one process would decide by the whole
@@ -9,8 +9,8 @@
     torch.empty(weight.shape)                 as any size
 
 `float(norm)`, functions of `math`, copies and files have ordinary numbers, of which nothing is known. Those that differ between ranks
-are found when ranks compare (`compared`). Sizes of equal slices do not, so `math.sqrt(weight.shape[0])` is an error. Comparisons with zero,
-infinity, and each other, tell nothing of a size, and are any.
+are found when ranks compare (`compared`). Sizes of equal slices do not, so `math.sqrt(weight.shape[0])` is an error. Comparisons with zero
+or next to it, infinity, and each other, tell nothing of a size, and are any.
 """
 
 from __future__ import annotations
@@ -21,6 +21,8 @@ from collections.abc import Callable
 from typing import Any
 
 from smpc.errors import UsageError
+
+_TINY = 1e-5  # up to here numbers keep others from being divided by zero
 
 
 class SliceNumber(float):
@@ -92,7 +94,9 @@ def decided(what: str, of: Any) -> UsageError:
 
 def tells_of_size(other: Any) -> bool:
     """Whether to be larger than this number says how large one is."""
-    return isinstance(other, int | float) and known_number(other) is None and other != 0 and math.isfinite(other)
+    if not isinstance(other, int | float) or known_number(other) is not None:
+        return False
+    return abs(other) > _TINY and math.isfinite(other)
 
 
 def _reckoning(base: type, name: str) -> Callable[..., Any]:
