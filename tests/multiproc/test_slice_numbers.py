@@ -28,7 +28,7 @@ p.copy_(torch.from_numpy(p.numpy() * 2)); p.copy_(torch.tensor(p.tolist()) * 0.5
 for row in p: row.div_(row.norm())
 if float(p.grad.norm()) > 0 and not p.isnan().any(): p.grad.mul_(0.5)
 p.sub_(p.grad); f"{p.norm():.3f} {p.numel() / 1e6:.1f}M {100 * p.norm().item():g}"; p.sub_(p.grad.sign(), alpha=1e-3)
-assert sorted([p.norm().item(), p.grad.norm().item()])[1] < float("inf") and 1 / max(p.norm().item(), 1e-6) > 0
+assert sorted([p.norm().item(), p.grad.norm().item()])[1] < float("inf") and 1 / max(p.norm().item(), 1e-6, d.norm().item()) > 0
 nn.utils.vector_to_parameters(nn.utils.parameters_to_vector(ps) * 0.5, ps)
 average = torch.empty(p.shape).copy_(p); average.lerp_(p, 0.5); average.mul_(0.5).add_(p); p.copy_(average)
 p.copy_(p.double().mul(0.5).float()); d.mul_(0.5); p.data = p.data.clone() * 2; p.grad = p.grad * 2

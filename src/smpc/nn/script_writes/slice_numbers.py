@@ -10,7 +10,7 @@
 
 `float(norm)`, functions of `math`, copies and files have ordinary numbers, of which nothing is known. Those that differ between ranks
 are found when ranks compare (`compared`). Sizes of equal slices do not, so `math.sqrt(weight.shape[0])` is an error. Comparisons with zero
-or next to it, infinity, and each other, tell nothing of a size, and are any.
+or next to it, infinity, and what was computed, tell nothing of a size, and are any.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from typing import Any
 
 from smpc.errors import UsageError
 
+_DIGITS = 6
 _TINY = 1e-5  # up to here numbers keep others from being divided by zero
 
 
@@ -93,10 +94,11 @@ def decided(what: str, of: Any) -> UsageError:
 
 
 def tells_of_size(other: Any) -> bool:
-    """Whether to be larger than this number says how large one is."""
+    """Whether to be larger than this number says how large one is: a number of a few digits, which somebody has chosen. Others were
+    computed, such as norms that scripts sort."""
     if not isinstance(other, int | float) or known_number(other) is not None:
         return False
-    return abs(other) > _TINY and math.isfinite(other)
+    return abs(other) > _TINY and math.isfinite(other) and float(f"{other:.{_DIGITS}g}") == other
 
 
 def _reckoning(base: type, name: str) -> Callable[..., Any]:
