@@ -22,7 +22,8 @@ it would have been, bit for bit. A deferrable call is one of two kinds (see `smp
     W    w.grad += grad(y', w, gy)
 
 Inside activation checkpoints (and other saved-tensor hooks) no call is deferred, since what is computed again for B is gone afterwards:
-B computes the gradients of the parameters, and they are kept for W. Where gradients are off, nothing is touched.
+B computes the gradients of the parameters, and they are kept for W. So it is inside of what torch.func transforms (vmap, grad), whose
+tensors do not outlive it. Where gradients are off, nothing is touched.
 
 Example:
 
@@ -110,7 +111,7 @@ class Deferral(TorchFunctionMode):
         if func in _DEFERRABLE:
             values = [*args, *kwargs.values()]
             trained, places, work = _look_at(values)
-            if trained and work >= self._worthwhile and not _saved_tensors_are_hooked():
+            if trained and work >= self._worthwhile and not _is_computed_otherwise():
                 product = None if kwargs else as_product(func, values, trained, places)
                 if product is not None:
                     return self._multiply(func, values, product)
@@ -244,5 +245,7 @@ def _first_used(func: Callable[..., Any]) -> int | None:
     return 1 if in_place else 0
 
 
-def _saved_tensors_are_hooked() -> bool:
-    return torch._C._autograd._top_saved_tensors_default_hooks(False) is not None
+def _is_computed_otherwise() -> bool:
+    """Whether a call's graph is not what its backward runs: in an activation checkpoint, or a function that torch.func transforms."""
+    hooked = torch._C._autograd._top_saved_tensors_default_hooks(False) is not None
+    return hooked or bool(torch._C._are_functorch_transforms_active())

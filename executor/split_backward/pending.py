@@ -101,7 +101,7 @@ class PendingAlias:
 
     def __init__(self, parameter: nn.Parameter) -> None:
         self.parameters = (parameter,)
-        self.leaf = parameter.detach().requires_grad_()
+        self.leaf = _other_leaf(parameter)
 
     @property
     def grad(self) -> Tensor | None:
@@ -115,6 +115,14 @@ class PendingAlias:
     def compute(self) -> Sequence[Tensor | None]:
         """The gradient of the parameter."""
         return (self.leaf.grad,)
+
+
+def _other_leaf(parameter: nn.Parameter) -> Tensor:
+    """Another leaf with the values of a parameter."""
+    if not torch._C._are_functorch_transforms_active():
+        return parameter.detach().requires_grad_()
+    with torch._C._DisableFuncTorch():  # in what torch.func transforms, `requires_grad_` is refused
+        return Tensor._make_subclass(Tensor, parameter.detach(), True)
 
 
 Entry: TypeAlias = PendingRecord | PendingProduct | PendingAlias

@@ -178,7 +178,7 @@ def cut_experts(
 ) -> ExpertParallelModule:
     """`shard`, for callers that see themselves to it that gradients, optimizers and wrappers know of parts.
 
-    `looks`: whether calls of the model look at what else uses the experts' parameters; wrappers of FSDP1 do.
+    `looks`: whether calls of the model look at what else uses the experts' parameters.
     """
     confirmed, left_whole = _confirmed_for_expert_parallel(model, group, experts, options.router)
     found: list[Found] = [one.experts if isinstance(one, Confirmed) else one for one in confirmed]

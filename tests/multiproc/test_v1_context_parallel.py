@@ -186,6 +186,11 @@ def test_beside_a_pipeline(tmp_path):
     check(tmp_path, "llama_padded", 2, 2)
 
 
+@pytest.mark.long
+def test_beside_parameters_in_parts(tmp_path):
+    check(tmp_path, "llama_padded", 1, 2, 2, {"sharded_data_parallel_degree": 2, "sdp_gradient_clipping": 0.0})
+
+
 @pytest.mark.slow
 def test_others_go_on_from_a_pipeline(tmp_path):
     folder, _ = check(tmp_path, "llama_padded", 2, 2)
@@ -201,7 +206,6 @@ def test_others_go_on_from_a_pipeline(tmp_path):
         ("bert", 1, 2, 2, {"shard_optimizer_state": True}),
         ("llama", 1, 2, 2, {"fully_shard": True}),
         ("llama", 2, 2, 1, {"fully_shard": True}),
-        ("llama_padded", 1, 2, 2, {"sharded_data_parallel_degree": 2, "sdp_gradient_clipping": 0.0}),
         ("qwen3", 1, 2, 2, {"placement_strategy": "spread"}),
         ("neox", 2, 2, 1, {"schedule": "interleaved-1f1b", "offload_activations": True}),
     ],

@@ -13,6 +13,7 @@ import smpc.v1 as smp
 
 FOUR = [
     (1, 2, "modules", "all", "", True),
+    (1, 2, "auto", 2, "", False),
     (1, 1, "", 2, "", False),
     (2, 1, "", "all", "zb-v", False),
     (1, 2, "auto", "all", "", False),
@@ -153,9 +154,9 @@ def test_two_ranks(tmp_path):
 
 @pytest.mark.long
 def test_four_ranks(tmp_path):
-    check(4, tmp_path, FOUR[:1])
+    check(4, tmp_path, FOUR[:2])
 
 
 @pytest.mark.slow
 def test_four_ranks_in_all_ways(tmp_path):
-    check(4, tmp_path, FOUR[1:])
+    check(4, tmp_path, FOUR[2:])

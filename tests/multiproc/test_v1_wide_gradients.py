@@ -145,6 +145,12 @@ def test_over_replicas(tmp_path):
     )
 
 
+def test_in_parts_that_every_microbatch_averages(tmp_path):
+    """Told to keep fp32 only before a step's last backward, FSDP2 averaged the first ones to bf16, which fp32 gradients refuse."""
+    often = {"fully_shard": True, "sdp_param_persistence_threshold": 0}
+    check(tmp_path, "bf16", Case((1, 1, 2), often, rtol=1e-6))
+
+
 @smp.step
 def step_without_last_backward(model, x, gain, targets, number):
     loss = nn.functional.cross_entropy(model(x, gain), targets)

@@ -274,6 +274,11 @@ class Config(PlannerKeys):
         for name, value in derived.items():
             object.__setattr__(self, name, value)
 
+    @property
+    def kept_outputs(self) -> tuple[str, ...] | None:
+        """What `tensor_parallel_outputs` names; None: all that the model returns."""
+        return _names_in_config(self.tensor_parallel_outputs)
+
     @classmethod
     def parse(
         cls,

@@ -17,7 +17,7 @@ import inspect
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -109,7 +109,7 @@ class PartOfExperts(nn.Module):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """What its forward returns, and what hooks around it do."""
         parts: ExpertParts = vars(self)[PARTS]
-        with parts.options.uses.inside():
+        with parts.options.uses.inside(self):
             return super().__call__(*args, **kwargs)
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
@@ -187,30 +187,50 @@ def counting(module: nn.Module, counts: tuple[str, ...], number: int) -> Iterato
             setattr(module, name, value)
 
 
-def by_expert(module: nn.Module, counts: tuple[str, ...], group: TensorGroup, *args: Any, **kwargs: Any) -> Any:
+class _Viewed(Protocol):
+    """A module of a model that runs in place (`smpc.in_place`)."""
+
+    def around_and_inside(self) -> tuple[nn.Module, nn.Module]:
+        """What is called, and the model's own module inside of what is around it."""
+
+
+def by_expert(
+    module: nn.Module | _Viewed, counts: tuple[str, ...], group: TensorGroup, *args: Any, **kwargs: Any
+) -> Any:
     """Calls a module of whose experts this tensor-parallel rank has some, by rank: a summand of what it returns with all of them.
 
     `counts`: its attributes that say how many there are. Hooks of the module see this rank's call of it, with all tokens.
     """
-    if PARTS in vars(module):
-        return module(*args, **kwargs, **{_TENSOR: group})
-    own, instead = module.forward, vars(module).get("forward")
-    few = next(module.parameters()).shape[0]
-    parts = ExpertParts(
-        few * group.size, TensorGroup(), Options(), tuple(inspect.signature(own).parameters)[:_ROUTING], counts
-    )
+    outer, inner = (module, module) if isinstance(module, nn.Module) else module.around_and_inside()
+    if PARTS in vars(inner):
+        return outer(*args, **kwargs, **{_TENSOR: group})
+    own, instead = inner.forward, vars(inner).get("forward")
+    names = tuple(inspect.signature(own).parameters)[:_ROUTING]
 
     def forward(*args: Any, **kwargs: Any) -> Tensor:
-        return _mixed(own, parts, *_routing_arguments(parts.names, args, kwargs), group)
+        few = _first_dimension(inner)
+        parts = ExpertParts(few * group.size, TensorGroup(), Options(), names, counts)
+        with counting(inner, counts, few):
+            return _mixed(own, parts, *_routing_arguments(names, args, kwargs), group)
 
-    vars(module)["forward"] = forward
+    vars(inner)["forward"] = forward
     try:
-        with counting(module, counts, few):
-            return module(*args, **kwargs)
+        return outer(*args, **kwargs)
     finally:
-        del vars(module)["forward"]
+        del vars(inner)["forward"]
         if instead is not None:
-            vars(module)["forward"] = instead
+            vars(inner)["forward"] = instead
+
+
+def _first_dimension(module: nn.Module) -> int:
+    """How many experts are there: of what FSDP has put in the places of parameters, too."""
+    tensors = (
+        value
+        for part in module.modules()
+        for value in (*part._parameters.values(), *vars(part).values())
+        if isinstance(value, Tensor)
+    )
+    return next(tensors).shape[0]
 
 
 def _routing_arguments(

@@ -77,6 +77,10 @@ class View:
         found: Tensor = getattr(self._smpc_module.get_submodule(owner), own)
         return found
 
+    def around_and_inside(self) -> tuple[nn.Module, nn.Module]:
+        """What is called, and the script's own module inside of what is around it."""
+        return self._smpc_module, unwrapped(self._smpc_module)
+
     def called_with(self, tensors: dict[str, Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The same, with other tensors in place of parameters. ConfigUnsupportedError where something around it puts in its own."""
         module = self._smpc_module

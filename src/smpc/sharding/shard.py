@@ -179,8 +179,6 @@ class Sharded:
         for part in self._parts:
             part.module.set_reshard_after_backward(True, recurse=False)
             part.module.set_requires_gradient_sync(True, recurse=False)
-            if part.is_wide:
-                keep_wide(part.module)
         self._set_last(True)
 
     def end_step(self) -> None:
@@ -265,6 +263,7 @@ def shard(
         new = _untaken_by_shards(module, taken)
         if wide:
             widen(new)
+            keep_wide(made)
         taken.update(new)
         is_alike = unit.mesh is None or ranks_of(unit.mesh) == ranks_of(mesh)
         found._parts.append(_ShardPart(unit.name, made, unit.keep or options.keep, wide, is_alike))

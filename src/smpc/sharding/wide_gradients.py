@@ -15,6 +15,7 @@ So small gradients are not lost beside a large sum. It takes two more bytes for 
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -51,10 +52,17 @@ def wide_stand_in(parameter: nn.Parameter) -> nn.Parameter:
 
 
 def keep_wide(sharded: FSDPModule) -> None:
-    """Have FSDP leave gradients that it reduces in fp32 as they are; called before its backward passes.
+    """Have FSDP leave gradients that it reduces in fp32 as they are.
 
     It would cast them to the dtype of the parameters, for which it has no option.
     """
-    group = sharded._get_fsdp_state()._fsdp_param_group
-    if group is not None:
+    group: Any = sharded._get_fsdp_state()._fsdp_param_group
+    if group is None:
+        return
+    take_note = group._init_mp_dtypes
+
+    def take_note_of_wide() -> None:
+        take_note()
         group._orig_dtype = torch.float32
+
+    group._init_mp_dtypes = take_note_of_wide

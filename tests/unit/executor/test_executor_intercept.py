@@ -73,6 +73,21 @@ class Frozen(nn.Module):
         return self.second(F.relu(self.first(x), inplace=True)) / scale.clamp(min=1.0)
 
 
+class Transformed(nn.Module):
+    """Parameters in what torch.func transforms: row by row, and of what is differentiated there."""
+
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(6, 8), nn.Linear(8, 6)
+
+    def energy(self, row):
+        return self.down(torch.tanh(self.up(row))).square().sum()
+
+    def forward(self, x):
+        slopes = torch.func.vmap(torch.func.grad(self.energy))(x)
+        return torch.func.vmap(lambda row: self.down(self.up(row)))(x + slopes) + torch.func.grad(self.energy)(x)
+
+
 def images():
     return torch.randn(3, 4, 8, 8, requires_grad=True)
 
@@ -126,6 +141,7 @@ CASES = {
     "in place on the result": (lambda: nn.Sequential(nn.Linear(6, 6), nn.ReLU(inplace=True), nn.Linear(6, 2)), rows(6)),
     "tied": (Tied, lambda: torch.randint(0, 9, (2, 4))),
     "frozen": (Frozen, rows(4)),
+    "transformed": (Transformed, rows(6)),
     "lstm": (lambda: nn.LSTM(6, 5, batch_first=True), rows(6)),
     "attention": (lambda: nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True), rows(8)),
 }

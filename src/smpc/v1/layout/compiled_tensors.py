@@ -33,7 +33,6 @@ from smpc.codegen.rewrite.tensor_parallel.layouts import Layout, LayoutKind
 from smpc.codegen.rewrite.tensor_parallel.rewrite import GROUP, ShardedTrace
 from smpc.codegen.rewrite.tensor_parallel.styles import read_styles
 from smpc.compile.experts import divided_parts, find_sharing_plan
-from smpc.compile.options import PipelineOptions
 from smpc.compile.passes import Sharing
 from smpc.config import MODULES
 from smpc.errors import ConfigError, TraceError
@@ -58,8 +57,7 @@ class CompiledTensors:
         self._module, self._session, self._slices = module, session, slices
         self._group = session.parallel.group
         self._plan = find_sharing_plan(module, read_styles(config.tensor_parallel_plan, "tensor_parallel_plan"))
-        options = PipelineOptions.of(config, expert_parallel_degree=1)  # which the recorded model already has
-        self._outputs = options.tensor_parallel_outputs
+        self._outputs = config.kept_outputs
         self.latest: ShardedTrace | None = None  # the rewritten form of the last recording
         self._sliced: dict[int, None] = {}  # parameters, by identity
         vars(module)[GROUP] = self._group  # parameters that the programs read

@@ -23,7 +23,6 @@ from torch import Tensor, nn
 from smpc.codegen.rewrite.context_parallel.rewrite import ContextPlan
 from smpc.codegen.rewrite.expert_parallel import parts_of_experts
 from smpc.codegen.rewrite.tensor_parallel.rewrite import CONTEXT, group_attribute
-from smpc.compile.options import PipelineOptions
 from smpc.compile.passes import ContextSharing
 from smpc.errors import StepError, TraceError
 from smpc.executor.collectives import TensorGroup
@@ -51,8 +50,7 @@ class SharedSequences:
         self._module = module
         self._session, self._members = session, session.groups[Axis.CP]
         self._group = TensorGroup.of(self._members)
-        options = PipelineOptions.of(session.config, expert_parallel_degree=1)  # which the recorded model already has
-        self._outputs = options.tensor_parallel_outputs
+        self._outputs = session.config.kept_outputs
         self.is_begun = False
         vars(module)[group_attribute(CONTEXT)] = self._group  # parameters that the programs read
 

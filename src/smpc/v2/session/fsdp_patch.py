@@ -485,6 +485,7 @@ def _patch_fsdp1(session: Session, units: FlatUnits) -> Callable[[], None]:
         if isinstance(module, PartOfExperts):
             given |= _experts_arranged(session)
         experts = experts_inside(module)
+        places = _places_of_parameters(module)
         fill = given.get("param_init_fn")
         fill = fill.fill if isinstance(fill, _Sparing) else fill
         if experts:
@@ -497,6 +498,7 @@ def _patch_fsdp1(session: Session, units: FlatUnits) -> Callable[[], None]:
                 more = {key: value for key, value in given.items() if key not in _OF_OTHERS}
                 more |= {} if fill is None else {"param_init_fn": fill}
                 setattr(owner, name, FullyShardedDataParallel(each, **more))
+        _check_shared(self, places)
         give_whole_state(self)
         note_unit(self)
         units.note(self)
@@ -523,6 +525,36 @@ def _patch_summoning() -> Callable[[], None]:
             yield
 
     return patch_attribute(FullyShardedDataParallel, "summon_full_params", staticmethod(summon_full_params))
+
+
+_Places = dict[nn.Parameter, list[tuple[str, nn.Module, str]]]  # the name of a module, the module, and the name there
+
+
+def _places_of_parameters(module: nn.Module) -> _Places:
+    """Where each parameter is that several modules have."""
+    found: _Places = {}
+    for path, inner in module.named_modules():
+        for name, parameter in inner._parameters.items():
+            if parameter is not None:
+                found.setdefault(parameter, []).append((path, inner, name))
+    return {parameter: places for parameter, places in found.items() if len(places) > 1}
+
+
+def _check_shared(root: FullyShardedDataParallel, places: _Places) -> None:
+    """UsageError for a parameter whose places are in several units, each of which would have one of its own, or the part of another's."""
+    units: dict[tuple[int, str], Any] = {}
+    for unit in FullyShardedDataParallel.fsdp_modules(root):
+        flat = None if unit._handle is None else unit._handle.flat_param
+        held: list[Any] = [] if flat is None else [*flat._param_infos, *flat._shared_param_infos]
+        units |= {(id(each.module), each.param_name): unit for each in held}
+    for each in places.values():
+        if len({id(units.get((id(inner), name))) for _, inner, name in each}) > 1:
+            names = [plain_name(f"{path}.{name}") for path, _, name in each]
+            raise UsageError(
+                f"FullyShardedDataParallel: expected all uses of a parameter in one unit, found {' and '.join(names)}, which are one "
+                "parameter, in several; make a unit of what holds them all, or of none of them (auto_wrap_policy), or use fully_shard with "
+                "the modules in one list"
+            )
 
 
 class _Sparing:

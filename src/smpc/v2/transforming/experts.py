@@ -164,7 +164,7 @@ def _cut_experts(
     agree_on_weights(model, group, sources)
     shapes = {name: whole.shape for whole in whole_parameters(model) for name in whole.names}
     way = "all_to_all" if config is None or config.moe_all_to_all_dispatcher else "all_gather"
-    cut_experts(model, group, Options(way, gradient_scale=1 / group.size))
+    cut_experts(model, group, Options(way, gradient_scale=1 / group.size), looks=True)
     cut = [f"{one.name}.{name}" for one in experts if isinstance(one, Stacked) for name in one.parameters]
     by_expert = Layout.sharded(0)
     parts = {
