@@ -125,9 +125,9 @@ class Writes:
         found = {place.name: each for place in self._places if (each := place()) is not None}
         return {name: each for name, each in found.items() if each.numel() and not each.is_meta}
 
-    def _gathered(self, values: list[Any], dtype: torch.dtype = torch.int64) -> list[list[Any]]:
-        own = torch.tensor([values], dtype=dtype, device=self._device())
-        found: list[list[Any]] = gathered(own, 0, self._group).tolist()
+    def _gathered(self, values: list[int] | Tensor) -> list[list[Any]]:
+        own = torch.as_tensor(values, device=self._device())
+        found: list[list[Any]] = gathered(own[None], 0, self._group).tolist()
         return found
 
     def _device(self) -> torch.device:
@@ -160,11 +160,11 @@ class Writes:
     def _check_whole(self, tensors: dict[str, Tensor]) -> None:
         """On a GPU ranks may differ in last bits, where gradients are summed up in any order."""
         own = [_local(each) for each in tensors.values()]
-        if self._device().type == "cpu":
-            told = self._gathered([int(digest(each)) for each in own])
+        if all(each.device.type == "cpu" for each in own):
+            told = self._gathered(torch.stack([digest(each) for each in own]))
             are_other = [min(values) != max(values) for values in zip(*told, strict=True)]
         else:
-            told = self._gathered([float(each.double().abs().sum()) for each in own], torch.float64)
+            told = self._gathered(torch.stack([each.double().abs().sum().to(own[0].device) for each in own]))
             are_other = [max(values) - min(values) > _NEAR * max(values) for values in zip(*told, strict=True)]
         wrong = [name for name, is_other in zip(tensors, are_other, strict=True) if is_other]
         if wrong:
