@@ -87,6 +87,7 @@ class Waiting:
     less: tuple[Candidate, int] | None = None
     without: int = 0  # of one that offloads: bytes that the same cut takes without
     basis: Load | None = None  # what a shape's guess was made from
+    is_weighed: bool = False  # its place in the queue is, by what it takes to look at it
 
 
 @dataclass
@@ -100,7 +101,6 @@ class Rest:
 
 TOLERANCE = 0.01  # how much faster a way that is not planned could be, where the search has come to its end
 _HOPELESS = 0.1  # by how much a guess may be above the best step, at effort 1
-_ABOUT = 1.03  # times the best guess: as good, as far as guesses tell
 _NO_LIMIT = 1 << 60  # bytes
 _WITHOUT_PLAN = (
     2.0  # as much of the budget may be spent before there is a plan that fits, and once more on the least memory
@@ -356,7 +356,7 @@ class _Searcher:
         """From what looks best to what looks worst, until nothing is left or the budget is spent; what is left without a plan."""
         left: list[Waiting] = []
         while self.queue:
-            later, _, _, waiting = self._next()
+            later, _, _, waiting = heapq.heappop(self.queue)
             if self.best is not None and waiting.bound >= self.best[0].step_time * (1.0 - TOLERANCE):
                 left.append(waiting)
                 continue
@@ -365,6 +365,8 @@ class _Searcher:
                 continue
             if waiting.candidate is None and waiting.basis != self.loads.nearest(Load.of(waiting.shape)):
                 self._push_shape(waiting.shape, *self.forecast.least(waiting.shape))
+                continue
+            if self._weigh(waiting, later=later):
                 continue
             if waiting.candidate is not None and not waiting.is_corrected and not waiting.breaks_limit:
                 self._push(replace(waiting, is_corrected=True), deferred=later or None)
@@ -376,22 +378,19 @@ class _Searcher:
                 self._try(waiting, waiting.candidate)
         return left
 
-    def _next(self) -> tuple[bool, float, int, Waiting]:
-        """What looks best; as long as there is no plan, of the shapes that look about as good the one that takes least to look at.
+    def _weigh(self, waiting: Waiting, *, later: bool) -> bool:
+        """Whether a shape is put off, as others look better by what it takes to look at it: a tenth, if that is all that is left.
 
         To record another size takes most of the budget of a large model, and nothing may fit there.
         """
-        first = heapq.heappop(self.queue)
-        later, step, _, waiting = first
-        if self.best is not None or later or waiting.candidate is not None:
-            return first
-        near = [entry for entry in self.queue if entry[3].candidate is None and entry[:2] <= (False, step * _ABOUT)]
-        best = min((first, *near), key=lambda entry: (self.loads.cost(Load.of(entry[3].shape)), *entry[:3]))
-        if best is not first:
-            self.queue.remove(best)
-            self.queue.append(first)
-            heapq.heapify(self.queue)
-        return best
+        cost = self._cost(waiting) if waiting.candidate is None and not waiting.is_weighed else 0.0
+        left = self._budget * (_WITHOUT_PLAN if self.best is None else 1.0) - self.spent
+        if cost == 0.0 or left <= 0.0:
+            return False
+        self.turns += 1
+        step = waiting.guess.step * (1.0 + _HOPELESS * min(1.0, cost / left))
+        heapq.heappush(self.queue, (later, step, self.turns, replace(waiting, is_weighed=True)))
+        return True
 
     def _is_hopeless(self, waiting: Waiting) -> bool:
         """Whether it looks too slow to be worth a look; a shape, whose guess is made from another one, even if all turns out well."""
