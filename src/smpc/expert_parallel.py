@@ -49,7 +49,7 @@ from smpc.experts.structure import (
 from smpc.experts.whole import ExpertHoldings
 from smpc.in_place.skeleton import plain_name
 from smpc.nn.init.sliced_models import note_rows
-from smpc.nn.script_writes.classes import compare_scripts, plain_parameters
+from smpc.nn.script_writes.classes import plain_parameters
 from smpc.optimizers.split_parameters import note_split
 from smpc.sharding.whole_parameters import average_gradients
 
@@ -122,7 +122,6 @@ class ExpertParallelModule(nn.Module):
 
     def whole_state_dict(self) -> dict[str, Tensor]:
         """The whole model's `state_dict`, on every rank; all must call it."""
-        compare_scripts(self.model)
         return self._holdings.whole(self._state(), lambda tensor: tensor)
 
     def whole_gradients(self) -> dict[str, Tensor]:

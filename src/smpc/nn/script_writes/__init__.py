@@ -5,7 +5,6 @@ slices        slices of tensor- and expert-parallel ranks: what one process writ
               slice_values, slice_numbers     what scripts see of them, and compute of them
               rows                            what is known of a value: which rows it has, and of which it was computed
               collectives                     what a script's collectives leave of that
-              used, compared                  what else was used for a write, and what ranks compare of writes
 data_aliases  writes through `parameter.data`, which torch does not count
 classes       parameters of their own classes between steps, ordinary ones in them
 """

@@ -3,7 +3,6 @@
     between_steps(parameter, CountedParameter)      in place, from now on
     with plain_parameters(model): ...               what runs, records or updates the model: ordinary parameters
     after_steps(model, note)                        `note()` at the end of each, as parameters may have been exchanged for others
-    before_steps(model, compare)                    `compare()` at the beginning of each, on all ranks; `compare_scripts(model)`: elsewhere
 
 Recordings, torch.compile and optimizers see ordinary parameters, and steps take no longer. A class goes before its bases. Nothing
 here has weak references to parameters, with which torch could not swap them.
@@ -28,7 +27,6 @@ _is_plain: ContextVar[bool] = ContextVar("smpc_parameters_are_plain", default=Fa
 _known: weakref.WeakKeyDictionary[nn.Module, list[nn.Parameter]] = (
     weakref.WeakKeyDictionary()
 )  # until others are noticed
-_comparing: weakref.WeakKeyDictionary[nn.Module, list[Callable[[], None]]] = weakref.WeakKeyDictionary()
 _noting: weakref.WeakKeyDictionary[nn.Module, list[Callable[[], None]]] = weakref.WeakKeyDictionary()
 
 
@@ -83,18 +81,6 @@ def after_steps(model: nn.Module, note: Callable[[], None]) -> None:
     _noting.setdefault(model, []).append(note)
 
 
-def before_steps(model: nn.Module, compare: Callable[[], None]) -> None:
-    """See above."""
-    _comparing.setdefault(model, []).append(compare)
-
-
-def compare_scripts(model: nn.Module) -> None:
-    """UsageError on all ranks if their scripts have written what one process would not. Collective, where ranks have slices."""
-    for module in model.modules():
-        for compare in _comparing.get(module, ()):
-            compare()
-
-
 def notice_again(model: nn.Module) -> None:
     """Parameters have been exchanged for others between steps."""
     for module in model.modules():
@@ -108,8 +94,6 @@ def plain_parameters(model: nn.Module) -> Iterator[None]:
     if _is_plain.get():
         yield
         return
-    for compare in _comparing.get(model, ()):
-        compare()
     token = _is_plain.set(True)
     for parameter in _noticed_in(model):
         if isinstance(parameter, NoticedParameter):

@@ -30,7 +30,7 @@ from torch.utils._pytree import tree_leaves
 
 from smpc.errors import UsageError
 from smpc.nn.init.whole_fills import drawn_as_whole, filled_as_whole
-from smpc.nn.script_writes.collectives import check_collective, have_one_memory, is_collective, known_after
+from smpc.nn.script_writes.collectives import check_collective, is_collective, known_after
 from smpc.nn.script_writes.rows import (
     OPERATORS,
     SLICE,
@@ -50,45 +50,13 @@ from smpc.nn.script_writes.rows import (
     seen_on_twin,
     unknown_view,
 )
-from smpc.nn.script_writes.slice_numbers import SliceInt, SliceNumber, decided, known_number, number_of, tells_of_size
-from smpc.nn.script_writes.used import Rows, Used, used_in
+from smpc.nn.script_writes.slice_numbers import SliceNumber
 
 _OWN = ("torch", "smpc")
 _OVERWRITE = ("zero_", "fill_", "copy_")
-_ORDERS = ("lt", "le", "gt", "ge", "less", "less_equal", "greater", "greater_equal")
-_TORCH_SCRIPTS, _CLIPPING = (
-    "torch.nn.utils.",
-    "torch.nn.utils.clip_grad",
-)  # what scripts could have written, and what is ours
 
 
-class WithSizes(Tensor):
-    """A tensor whose sizes along a slice's rows know it."""
-
-    @property
-    def shape(self) -> torch.Size:  # type: ignore[override]
-        """See above."""
-        with torch._C.DisableTorchFunctionSubclass():
-            found = super().size()
-        return self._known_sizes(found) if is_script() else found
-
-    def size(self, dim: Any = None) -> Any:
-        """See above."""
-        with torch._C.DisableTorchFunctionSubclass():
-            found = super().size()
-        sizes = self._known_sizes(found) if is_script() else found
-        return sizes if dim is None else sizes[dim]
-
-    def _known_sizes(self, sizes: torch.Size) -> torch.Size:
-        of = self._sized_as()
-        dims = () if of is None else dims_of(self, of)
-        return torch.Size([number_of(each, of) if dim in dims else each for dim, each in enumerate(sizes)])
-
-    def _sized_as(self) -> OfSlice | None:
-        return known(self)
-
-
-class SliceValues(WithSizes):
+class SliceValues(Tensor):
     """See above."""
 
     @classmethod
@@ -148,10 +116,8 @@ def answer(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, A
     """What a script gets of a function of torch's. UsageError for what the module's docstring says."""
     name, named = getattr(func, "__name__", ""), dict(kwargs)
     with torch._C.DisableTorchFunctionSubclass():
-        if name == "__bool__":
-            _check_decision(args[0])
         if not computes(func):
-            return known_result(name, func, args, named, func(*args, **named))
+            return func(*args, **named)
         if _is_writing(name, named):
             return _write(name, func, args, named)
         like = known(args[0]) if args and name.endswith("_like") and draws_by(name) else None
@@ -164,11 +130,11 @@ def answer(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, A
             return told(drawn, like.like(drawn, like.dims))
         result = func(*args, **named)
         if not name.startswith("_foreach_"):
-            return known_result(name, func, args, named, result)
+            return _known_result(name, func, args, named, result)
         single = name.removeprefix("_foreach_")
         for number, made in enumerate(result):
             own = [tree_leaves(each)[number] if isinstance(each, (list, tuple)) else each for each in args]
-            known_result(single, getattr(torch.ops.aten, single), own, named, made)
+            _known_result(single, getattr(torch.ops.aten, single), own, named, made)
         return result
 
 
@@ -215,12 +181,7 @@ def is_script() -> bool:
     frame: FrameType | None = sys._getframe(2)
     if frame is not None and frame.f_code is handle_torch_function.__code__:
         frame = frame.f_back and frame.f_back.f_back  # a function of torch's that is written in Python asks by this
-    return frame is None or _module(frame) not in _OWN or _is_script_of_torch(frame)
-
-
-def _is_script_of_torch(frame: FrameType) -> bool:
-    name: str = frame.f_globals.get("__name__", "")
-    return name.startswith(_TORCH_SCRIPTS) and name != _CLIPPING
+    return frame is None or _module(frame) not in _OWN
 
 
 def _module(frame: FrameType) -> str:
@@ -245,14 +206,11 @@ def _write(name: str, func: Callable[..., Any], args: Sequence[Any], kwargs: dic
     targets, rest = _targets(args, kwargs)
     slices = [(target, of) for target in targets if (of := known(target)) is not None and not of.is_partial]
     for target, of in slices:
-        for number in _numbers(name, args, kwargs):
-            raise _of_slice_alone(name, number.of)
         if draws_by(name):
             if filled_as_whole(func, target, *args[1:], known_as=of.drawn_as(target), **kwargs):
-                note_write(name, target, args, kwargs)
                 return target
             raise _uneven(name, of, target.shape)
-        for each in rest:
+        for each in (*rest, *_numbers(args, kwargs)):
             _check_operand(name, each)
         if name == "__setitem__":
             if not has_even_index(target, args[1], of):
@@ -262,37 +220,7 @@ def _write(name: str, func: Callable[..., Any], args: Sequence[Any], kwargs: dic
     result = func(*args, **kwargs)
     if len(slices) < len(targets):
         _pass_on(name, func, args, kwargs, targets, rest)
-    for target in targets:
-        note_write(name, target, args, kwargs)
     return result
-
-
-def note_write(name: str, target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-    """What a slice, or a value of one, has been written with."""
-    of = known(target)
-    if of is None or of.is_partial or of.writes is None:
-        return
-    used = _used(name, args, kwargs, target, of)
-    own = of.parameter()
-    if any(each is not None and have_one_memory(target, each) for each in (own, None if own is None else own.grad)):
-        of.writes.note(of.name, name, used)
-    elif name in _OVERWRITE:
-        vars(target)[SLICE] = replace(of, used=used)
-    else:
-        vars(target)[SLICE] = replace(of, used=of.used.and_also(used))
-
-
-def _used(name: str, args: Sequence[Any], kwargs: Mapping[str, Any], like: Tensor, of: OfSlice) -> Used:
-    """What a function uses for a value, beside slices, and what was used for what it is given."""
-    is_by_element = is_elementwise(name) or name == "__setitem__"
-    dims = dims_of(like, of)
-    rows = Rows(like.shape if of.twin is None else of.twin.shape, dims, is_by_element)
-    given = [each for each in tree_leaves((args, kwargs)) if isinstance(each, Tensor) and each is not like]
-    found = used_in(name, args, kwargs, [each for each in given if known(each) is None], rows)
-    for each in given:
-        own = known(each)
-        found = found if own is None else found.and_also(own.used)
-    return found
 
 
 def _keeps_rows(
@@ -313,13 +241,13 @@ def _targets(args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[list[Any],
     return written, [each for each in read if isinstance(each, SliceValues)]
 
 
-def _numbers(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
-    """Numbers of slices alone that are values: sizes are sizes in all that is not done by element."""
-    kinds = (SliceNumber, SliceInt) if is_elementwise(name) or name == "__setitem__" or draws_by(name) else SliceNumber
-    return [each for each in tree_leaves((args, kwargs)) if isinstance(each, kinds)]
+def _numbers(args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[SliceNumber]:
+    return [each for each in tree_leaves((args, kwargs)) if isinstance(each, SliceNumber)]
 
 
-def _check_operand(name: str, value: Tensor) -> None:
+def _check_operand(name: str, value: Tensor | SliceNumber) -> None:
+    if isinstance(value, SliceNumber):
+        raise _of_slice_alone(name, value.of)
     of = known(value)
     if of is not None and (of.is_partial or not is_even(value, of)):
         raise _of_slice_alone(name, of)
@@ -352,16 +280,13 @@ def _are_even(values: list[Any]) -> bool:
 # -- results -------------------------------------------------------------------------------------------------------------------------------
 
 
-def known_result(name: str, func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any], result: Any) -> Any:
+def _known_result(name: str, func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any], result: Any) -> Any:
     """The result, which knows of what slice it is."""
-    if name == "numpy":
-        result.flags.writeable = False  # what is written into it, nobody sees
-        return result
     given = [each for each in tree_leaves((args, kwargs)) if isinstance(each, SliceValues)]
     made = [each for each in tree_leaves(result) if isinstance(each, Tensor) and not any(each is one for one in given)]
     made = [each for each in made if not (each.requires_grad and torch.is_grad_enabled())]
-    if name == "item" and not _are_even(given):
-        return number_of(result, next(of for each in given if (of := known(each)) is not None))
+    if isinstance(result, float) and name == "item" and not _are_even(given):
+        return SliceNumber.told(result, next(of for each in given if (of := known(each)) is not None))
     if not made or not given:
         return result
     for each, of in _views(func, args, kwargs, given, made):
@@ -369,10 +294,6 @@ def known_result(name: str, func: Callable[..., Any], args: Sequence[Any], kwarg
     values = [each for each in made if not isinstance(each, SliceValues)]
     if values:
         _tell(name, func, args, kwargs, given, values)
-    for each in made:
-        own = known(each)
-        if own is not None and own.writes is not None and not own.is_partial:
-            vars(each)[SLICE] = replace(own, used=_used(name, args, kwargs, each, own))
     return result
 
 
@@ -403,19 +324,16 @@ def _tell(
 ) -> None:
     """Have values, all or some of what a function returns, know what was computed of what is given."""
     all_known = [(each, of) for each in given if (of := known(each)) is not None]
-    numbers = _numbers(name, args, kwargs)
-    groups = _groups(*given, *numbers)
-    are_even = _are_even(given) and not numbers
+    groups = _groups(*given, *_numbers(args, kwargs))
+    are_even = _are_even(given) and not _numbers(args, kwargs)
     roots = _roots(name, func, args, kwargs, all_known, values) if are_even else iter([None] * len(values))
     for each, own in zip(values, roots, strict=True):
         if own is not None:
             told(each, replace(own, groups=groups))
     left = [each for each in values if not isinstance(each, SliceValues)]
-    if left and (numbers or not is_independent(func, args, kwargs, left)):
-        decides = _operator_of(name) in _ORDERS and any(map(tells_of_size, tree_leaves((args, kwargs))))
-        partial = replace(all_known[0][1], is_partial=True, groups=groups, twin=None, pieces=(), decides=decides)
+    if left and (_numbers(args, kwargs) or not is_independent(func, args, kwargs, left)):
         for each in left:
-            told(each, partial)
+            told(each, replace(all_known[0][1], is_partial=True, groups=groups, twin=None, pieces=()))
 
 
 def _roots(
@@ -447,18 +365,8 @@ def _roots(
 
 
 def _groups(*values: Any) -> tuple[Ranks, ...]:
-    found = (known_number(each) or known(each) for each in values)
+    found = (each.of if isinstance(each, SliceNumber) else known(each) for each in values)
     return tuple(dict.fromkeys(group for of in found if of is not None for group in of.groups))
-
-
-def _check_decision(tensor: Tensor) -> None:
-    of = known(tensor)
-    if of is not None and of.decides:
-        raise decided("a comparison with a number", of)
-
-
-def _operator_of(name: str) -> str:
-    return name[2:-2] if name.startswith("__") else name
 
 
 def _uneven(what: str, of: OfSlice, shape: Sequence[int]) -> UsageError:

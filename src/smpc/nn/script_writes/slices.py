@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -25,20 +25,16 @@ from torch.optim import optimizer
 from torch.utils._pytree import tree_map
 
 from smpc.executor.collectives import TensorGroup
-from smpc.nn.script_writes.classes import after_steps, before_steps, between_steps
+from smpc.nn.script_writes.classes import after_steps, between_steps
 from smpc.nn.script_writes.collectives import is_collective
-from smpc.nn.script_writes.compared import Writes
 from smpc.nn.script_writes.data_aliases import CountedParameter, assign_data, read_data
 from smpc.nn.script_writes.rows import OfSlice, Ranks, computes, plain
 from smpc.nn.script_writes.slice_values import (
     SliceValues,
-    WithSizes,
     answer,
     check_whole,
     communicate,
     is_script,
-    known_result,
-    note_write,
     told,
 )
 
@@ -46,7 +42,7 @@ _SLICE_OF = "_smpc_slice_of"  # of a parameter: its name, its place, and the dim
 _TORCHS: Any = nn.Parameter
 
 
-class SliceParameter(WithSizes, CountedParameter):
+class SliceParameter(CountedParameter):
     """See above."""
 
     @classmethod
@@ -62,16 +58,9 @@ class SliceParameter(WithSizes, CountedParameter):
         is_recorded = torch.is_grad_enabled() and name != "detach"
         if is_collective(func):
             return communicate(func, *tree_map(functools.partial(_alias, {}), (tuple(args), dict(kwargs or {}))))
-        if is_recorded or name == "__get__" or not is_script():
+        if is_recorded or name == "__get__" or not is_script() or not computes(func):
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **(kwargs or {}))
-        if not computes(func):
-            with torch._C.DisableTorchFunctionSubclass():
-                result = func(*args, **(kwargs or {}))
-                if any(result is each for each in args):
-                    return result
-                values, named = tree_map(functools.partial(_alias, {}), (tuple(args), dict(kwargs or {})))
-                return known_result(name, func, values, named, result)
         seen: dict[int, Tensor] = {}  # by id of the alias, the parameter
         values, named = tree_map(functools.partial(_alias, seen), (tuple(args), dict(kwargs or {})))
         result = answer(func, values, named)
@@ -85,13 +74,7 @@ class SliceParameter(WithSizes, CountedParameter):
 
     @data.setter
     def data(self, value: Tensor) -> None:
-        if is_script():
-            _note(self, "copy_", value)
         assign_data(self, _ordinary(value))
-
-    def _sized_as(self) -> OfSlice | None:
-        with torch._C.DisableTorchFunctionSubclass():
-            return _known(self, self.detach())
 
     @property
     def grad(self) -> Tensor | None:
@@ -105,8 +88,6 @@ class SliceParameter(WithSizes, CountedParameter):
     def grad(self, value: Tensor | None) -> None:
         if value is not None:
             check_whole(value, "weight.grad = ...")
-            if is_script():
-                _note(self, "copy_", value)
         with torch._C.DisableTorchFunctionSubclass():
             _TORCHS.grad.__set__(self, value)
 
@@ -122,40 +103,31 @@ class SlicePartParameter(SliceParameter, DTensor):
 
     @data.setter
     def data(self, value: Tensor) -> None:
-        if is_script():
-            _note(self, "copy_", value)
         vars(DTensor)["data"].__set__(self, _ordinary(value))
 
 
-def note_slices(
-    model: nn.Module, dims: Mapping[str, int], group: TensorGroup, prefix: str = "", whole: Iterable[str] = ()
-) -> None:
+def note_slices(model: nn.Module, dims: Mapping[str, int], group: TensorGroup, prefix: str = "") -> None:
     """Ranks of `group` have slices of these parameters, by name, along these dimensions. Before anything puts the slices into parts.
 
-    `prefix`: of the model, in names that messages have. `whole`: names of parameters and buffers that all of them have whole.
+    `prefix`: of the model, in names that messages have.
     """
     if group.process_group is None or group.size == 1:
         return
     _support()
     ranks = _ranks_of(group.process_group)
-    writes = Writes(model, group, whole)
     places = []
     for name, dim in dims.items():
         place = Place.of(model, name)
-        places.append(
-            (place, _SliceOf(f"{prefix}.{name}".lstrip("."), place, (dim,), (ranks,), writes).beside(place()))
-        )
+        places.append((place, _SliceOf(f"{prefix}.{name}".lstrip("."), place, (dim,), (ranks,)).beside(place())))
 
     def note() -> None:
         for place, of in places:
             parameter = place()
             if parameter is not None:
                 of.note(parameter)
-        writes.settle(buffers_alone=True)
 
     note()
     after_steps(model, note)
-    before_steps(model, writes.compare)
 
 
 def _ranks_of(group: dist.ProcessGroup) -> Ranks:
@@ -173,7 +145,6 @@ class _SliceOf:
     place: Place
     dims: tuple[int, ...]
     groups: tuple[Ranks, ...]
-    writes: Writes
     shape: torch.Size | None = None
 
     def note(self, parameter: nn.Parameter) -> None:
@@ -217,7 +188,6 @@ class Place:
 @functools.cache
 def _support() -> None:
     """Optimizers choose by the class, and `nn.Parameter(weight.data * 2)` would be of the class of its values."""
-    torch.serialization.add_safe_globals([int, float])  # what numbers of slices are in files
     optimizer._foreach_supported_types += [SliceParameter, SlicePartParameter]
     torchs = nn.Parameter.__new__
 
@@ -237,14 +207,6 @@ def _alias(seen: dict[int, Tensor], value: Any) -> Any:
     return alias
 
 
-def _note(parameter: Tensor, what: str, value: Tensor) -> None:
-    """A script exchanges the values of a slice, or of its gradient, for others."""
-    if isinstance(value, Tensor) and value.shape == parameter.shape:
-        with torch._C.DisableTorchFunctionSubclass():
-            alias = _seen(parameter, parameter.detach())
-            note_write(what, alias, (alias, value), {})
-
-
 def _seen(parameter: Tensor, alias: Tensor) -> Tensor:
     known = _known(parameter, alias)
     return alias if known is None else told(alias.detach(), known)
@@ -260,8 +222,7 @@ def _known(parameter: Tensor, tensor: Tensor) -> OfSlice | None:
         or tensor.shape != of.shape
     ):
         return None
-    found = OfSlice.of(of.name, of.place, of.dims, of.groups, tensor)
-    return found if len(of.groups) > 1 else replace(found, writes=of.writes)
+    return OfSlice.of(of.name, of.place, of.dims, of.groups, tensor)
 
 
 def _ordinary(value: Any, what: str = "weight.data = ...") -> Any:

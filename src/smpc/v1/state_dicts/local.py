@@ -25,7 +25,6 @@ from smpc.checkpoint.format.regular_file import printable
 from smpc.checkpoint.stateful import LocalStateDict, held
 from smpc.errors import CheckpointError
 from smpc.nn.parallel import ParameterSlice
-from smpc.nn.script_writes.classes import compare_scripts
 from smpc.sharding.tensors import local, own_part_of_sharded, whole
 from smpc.v1.layout.placement import Placement, Slices, place
 from smpc.v1.session.precision import loads_as
@@ -65,7 +64,7 @@ class ModelState:
 
     def local(self) -> dict[str, Any]:
         """Keys and detached values of this rank; with `fully_shard` whole ones, which the replicas gather."""
-        collect(self._module, run_hooks=True)
+        self.before_saving()
         left = changing(self._module, loading=False)
         if left:
             warnings.warn(
@@ -91,7 +90,6 @@ class ModelState:
     def full(self, *, wanted: bool = True) -> dict[str, Any]:
         """All keys, tensors on the CPU; {} if they are not `wanted`. Collective."""
         assert self._control is not None, "one rank has all of its state"
-        compare_scripts(self._module)
         entries, names = collect(self._module, run_hooks=True), self._names()
         part = {
             key: whole(value.detach()) if isinstance(value, Tensor) else value
@@ -121,8 +119,7 @@ class ModelState:
         return IncompatibleKeys([], [])
 
     def before_saving(self) -> None:
-        """Run the hooks before saving. Collective over ranks that have slices."""
-        compare_scripts(self._module)
+        """Run the hooks before saving."""
         collect(self._module, run_hooks=True)
 
     def shards(self) -> list[checkpoint.Shard]:
