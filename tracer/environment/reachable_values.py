@@ -60,13 +60,17 @@ class Called:
         default_factory=dict
     )  # mutable ones, as calls found them, by id
 
-    def defaults(self, value: Any, now: Frozen) -> Frozen:
-        """The defaults of the function as its calls found them; `now`: as they are."""
-        items = value.values() if isinstance(value, dict) else value
+    def defaults(self, value: tuple[Any, ...] | dict[str, Any]) -> Frozen | None:
+        """The defaults of the function as its calls found them; None if it was given none of them that can change."""
+        items = list(value.values() if isinstance(value, dict) else value)
+        if not any(id(item) in self.arguments for item in items):
+            return None
         before = [self.arguments.get(id(item), (item, None))[1] or freeze(item) for item in items]
-        if isinstance(now, Entries):
-            return Entries(now.kind, tuple(zip(now.keys, before, strict=True)))
-        return Items(now.kind, tuple(before)) if isinstance(now, Items) else now
+        return (
+            Entries(dict, tuple(zip(value, before, strict=True)))
+            if isinstance(value, dict)
+            else Items(tuple, tuple(before))
+        )
 
 
 Read = Callable[..., EnvironmentGuard | None]
@@ -136,11 +140,7 @@ class Reached:
             value = getattr(function, name)
             if value:
                 place = GuardSource(function, name, f"{name} of {function.__qualname__}")
-                for guard in self._one(place, value):
-                    if any(
-                        id(item) in called.arguments for item in (value.values() if name == "__kwdefaults__" else value)
-                    ):
-                        guard.expected = [called.defaults(value, frozen) for frozen in guard.expected]
+                for guard in self._one(place, value, called.defaults(value)):
                     guard.readers.update(called.contexts)
                     yield guard
 
@@ -174,10 +174,11 @@ class Reached:
                     GuardSource(base, name, f"{name} of {base.__qualname__}", is_answer=True), getattr(base, name)
                 )
 
-    def _one(self, place: GuardSource, value: Any) -> Iterator[EnvironmentGuard]:
+    def _one(self, place: GuardSource, value: Any, before: Frozen | None = None) -> Iterator[EnvironmentGuard]:
+        """`before`: as the run found it, where it may have been filled since."""
         if (id(place.holder), place.key) in self._known:
             return
-        guard = self._read(place, value, None)
+        guard = self._read(place, value, None, before=before)
         if guard is not None:
             self._queue.append(value)
             yield guard

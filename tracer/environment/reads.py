@@ -422,9 +422,15 @@ class Reads:
             return None
 
     def _read(
-        self, place: GuardSource, value: Any, owner: str | None, *, is_attribute: bool = False
+        self,
+        place: GuardSource,
+        value: Any,
+        owner: str | None,
+        *,
+        is_attribute: bool = False,
+        before: Frozen | None = None,
     ) -> EnvironmentGuard | None:
-        """Takes down a value that is read for the first time; None for one that the run has made."""
+        """Takes down a value that is read for the first time, and was `before` the run; None for one that the run has made."""
         known = self._guards.get((id(place.holder), place.key))
         if known is not None:
             return known
@@ -435,12 +441,14 @@ class Reads:
             self._looks = True
         if depends_on_decimal(value):
             self._answer(DECIMAL)
-        value, early = self._early.get((id(place.holder), place.key), (value, None))
+        value, early = self._early.get((id(place.holder), place.key), (value, before))
         contents = self._contents()
         frozen = self._freeze(value, contents, is_attribute)
-        if frozen is None:
+        if frozen is None and before is None:
             return None
-        guard = EnvironmentGuard(place, [early or frozen], value, owner=owner, fades=contents.fades)
+        expected = early or frozen
+        assert expected is not None, place
+        guard = EnvironmentGuard(place, [expected], value, owner=owner, fades=contents.fades)
         self._guards[id(place.holder), place.key] = guard
         self._alive.append(place.holder)
         for key, entry in contents.containers.items():

@@ -222,6 +222,22 @@ class CountsByClass(Stateful):
         return x * self.total
 
 
+class KeepsInDefault(Stateful):
+    """The first call's tensor was kept for that call alone, and later calls had their own."""
+
+    def act(self, x, kept={}):  # noqa: B006
+        if not kept:
+            kept["mean"] = x.mean()
+        return x * kept["mean"]
+
+
+class KeepsInNamedDefault(Stateful):
+    def act(self, x, *, kept=[]):  # noqa: B006
+        if not kept:
+            kept.append(x.mean())
+        return x * kept[0]
+
+
 @pytest.mark.parametrize("kind", [Counts, Collects, Ticks])
 def test_state_of_one_module_has_it_called_whole(kind):
     model = nn.Sequential(nn.Linear(4, 4), kind(), nn.Linear(4, 4))
@@ -231,7 +247,9 @@ def test_state_of_one_module_has_it_called_whole(kind):
     assert not model[1].seen
 
 
-@pytest.mark.parametrize("kind", [Counts, Collects, Ticks, CountsGlobally, CountsByClass])
+@pytest.mark.parametrize(
+    "kind", [Counts, Collects, Ticks, CountsGlobally, CountsByClass, KeepsInDefault, KeepsInNamedDefault]
+)
 def test_state_that_belongs_to_no_module_that_can_be_called_whole_is_refused(kind):
     with pytest.raises(TraceError, match=r"forward reads .* and changes it .*; what to do: .* buffer"):
         record_guarded(kind(), RecordingRequest((X,), {}))
