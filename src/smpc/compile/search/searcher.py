@@ -87,7 +87,6 @@ class Waiting:
     less: tuple[Candidate, int] | None = None
     without: int = 0  # of one that offloads: bytes that the same cut takes without
     basis: Load | None = None  # what a shape's guess was made from
-    is_weighed: bool = False  # its place in the queue is, by what it takes to look at it
 
 
 @dataclass
@@ -366,8 +365,6 @@ class _Searcher:
             if waiting.candidate is None and waiting.basis != self.loads.nearest(Load.of(waiting.shape)):
                 self._push_shape(waiting.shape, *self.forecast.least(waiting.shape))
                 continue
-            if self._weigh(waiting, later=later):
-                continue
             if waiting.candidate is not None and not waiting.is_corrected and not waiting.breaks_limit:
                 self._push(replace(waiting, is_corrected=True), deferred=later or None)
                 continue
@@ -377,20 +374,6 @@ class _Searcher:
             else:
                 self._try(waiting, waiting.candidate)
         return left
-
-    def _weigh(self, waiting: Waiting, *, later: bool) -> bool:
-        """Whether a shape is put off, as others look better by what it takes to look at it: a tenth, if that is all that is left.
-
-        To record another size takes most of the budget of a large model, and nothing may fit there.
-        """
-        cost = self._cost(waiting) if waiting.candidate is None and not waiting.is_weighed else 0.0
-        left = self._budget * (_WITHOUT_PLAN if self.best is None else 1.0) - self.spent
-        if cost == 0.0 or left <= 0.0:
-            return False
-        self.turns += 1
-        step = waiting.guess.step * (1.0 + _HOPELESS * min(1.0, cost / left))
-        heapq.heappush(self.queue, (later, step, self.turns, replace(waiting, is_weighed=True)))
-        return True
 
     def _is_hopeless(self, waiting: Waiting) -> bool:
         """Whether it looks too slow to be worth a look; a shape, whose guess is made from another one, even if all turns out well."""
