@@ -68,3 +68,16 @@ def test_no_other_microbatch_takes_less(name):
                 assert least_times(own.trace, costs).of(1.0) <= seconds * (1 + 1e-9), (load, device)
                 ratios.append(bound / seconds)
     assert max(ratios) > 0.7  # or it says nothing
+
+
+def test_more_ranks_that_divide_experts_send_as_much_at_least():
+    """So a search makes its bounds of the fewest that divide them."""
+    ids = torch.zeros(8, 64, dtype=torch.int64)
+    found = Workloads(mixtral(), ((), {"input_ids": ids, "labels": ids}), find_device("h100"), ())
+    sent = []
+    for expert in (2, 4):
+        traced = found.get(Load(1, 1, 1, expert))
+        assert isinstance(traced, Traced), traced
+        assert traced.divided is not None
+        sent.append(sum(each.forward_bytes + each.backward_bytes for each in traced.divided.collectives))
+    assert 0 < sent[0] <= sent[1]
