@@ -83,7 +83,7 @@ class Forecast:
         default_factory=dict
     )
     _alone: dict[tuple[Load, tuple[str, ...] | None, float], LeastTimes] = field(default_factory=dict)
-    _working_sets: dict[tuple[bool, tuple[str, ...] | None], int] = field(default_factory=dict)
+    _working_sets: dict[tuple[Load, bool, tuple[str, ...] | None], int] = field(default_factory=dict)
     _samples: dict[_Key, EstimatedSample] = field(default_factory=dict)
     _reruns: dict[tuple[_Key, str], EstimatedReruns] = field(default_factory=dict)
     _profiles: dict[Load, Profile] = field(default_factory=dict)
@@ -160,33 +160,40 @@ class Forecast:
 
         Not by another size for as many ranks: these may share out more of a larger one.
         """
-        load, base = Load.of(shape), self.base_load
+        load = Load.of(shape)
         if isinstance(self.loads.known.get(load), Traced):
             return self._least_times(load, shape).of(1.0)
-        fewest = min((d for d in self.tried.expert if d > 1 and load.expert % d == 0), default=1)
-        divided = replace(base, expert=fewest)  # more of them send as much at least
-        if isinstance(self.loads.get(divided), Traced):
-            base = divided
+        base = self._base_of(load.expert)
         expert = load.expert // base.expert
         return self._least_times(base, shape).of(load.size / base.size, load.tensor, load.context, expert)
+
+    def _base_of(self, expert: int) -> Load:
+        """The smallest microbatch of one rank, or of the fewest ranks that divide experts: more of them send as much at least."""
+        fewest = min((d for d in self.tried.expert if d > 1 and expert % d == 0), default=1)
+        divided = replace(self.base_load, expert=fewest)
+        return divided if isinstance(self.loads.get(divided), Traced) else self.base_load
 
     def _working_set(self, shape: Shape) -> float:
         """Bytes of activations that some rank holds at least, by the smallest microbatch.
 
         Where attention is made of several operations, context-parallel ranks may have it as one, which holds less.
         """
-        base, tensor, context = self.base_load, shape.tensor_parallel_degree, shape.context_parallel_degree
+        base, tensor, context = (
+            self._base_of(shape.expert_parallel_degree),
+            shape.tensor_parallel_degree,
+            shape.context_parallel_degree,
+        )
         if context > 1 and not self._least_times(base, shape).is_fused:
             return 0.0
         is_whole, outputs = (
             shape.pipeline_parallel_degree == 1,
             self.loads.outputs(replace(Load.of(shape), size=base.size)),
         )
-        if (is_whole, outputs) not in self._working_sets:
-            self._working_sets[is_whole, outputs] = largest_working_set(
+        if (base, is_whole, outputs) not in self._working_sets:
+            self._working_sets[base, is_whole, outputs] = largest_working_set(
                 self._trace_for(base, outputs), is_whole=is_whole
             )
-        return self._working_sets[is_whole, outputs] * shape.microbatch_size / base.size / tensor / context
+        return self._working_sets[base, is_whole, outputs] * shape.microbatch_size / base.size / tensor / context
 
     def _least_times(self, known: Load, shape: Shape) -> LeastTimes:
         """Of a microbatch that is known, on the wires of a shape; where its ranks return fewer outputs, of what those need."""
