@@ -71,14 +71,14 @@ def test_inputs_and_reads_take_no_time():
     assert [forward > 0 for _, forward, _ in entries] == [False, False, False, True]
 
 
-def test_two_slow_modules_get_a_stage_each():
+def test_two_slow_operations_get_a_stage_each():
     model = nn.Sequential(*(nn.Linear(16, 16) for _ in range(6)), SlowLayer(), SlowLayer())
     options = {"pipeline_parallel_degree": 2, "microbatches": 2, "memory_weight": 0.0}
     predicted = compile_model(model, torch.randn(4, 16), **options).plan
     measured = compile_model(model, torch.randn(4, 16), trace_execution_times=True, **options).plan
     assert {"6", "7"} <= set(predicted.stages[1].modules)
-    for stage, slow in zip(measured.stages, ("6", "7"), strict=True):
-        assert slow in stage.modules
+    assert [stage for operation, stage in measured.assignment if operation.startswith("Slow")] == [0, 1]
+    for stage in measured.stages:
         assert stage.forward_time >= 0.01
         assert stage.backward_time >= 0.03
     assert measured.device.endswith("times measured")
