@@ -50,6 +50,7 @@ from smpc.experts.whole import ExpertHoldings
 from smpc.in_place.skeleton import plain_name
 from smpc.nn.init.sliced_models import note_rows
 from smpc.nn.script_writes.classes import plain_parameters
+from smpc.nn.script_writes.compared import compare_scripts
 from smpc.optimizers.split_parameters import note_split
 from smpc.sharding.whole_parameters import average_gradients
 
@@ -80,6 +81,7 @@ class ExpertParallelModule(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """What the whole model returns for this rank's inputs."""
+        compare_scripts(self.model)
         return self.model(*args, **kwargs)
 
     def extra_repr(self) -> str:
@@ -122,6 +124,7 @@ class ExpertParallelModule(nn.Module):
 
     def whole_state_dict(self) -> dict[str, Tensor]:
         """The whole model's `state_dict`, on every rank; all must call it."""
+        compare_scripts(self.model)
         return self._holdings.whole(self._state(), lambda tensor: tensor)
 
     def whole_gradients(self) -> dict[str, Tensor]:

@@ -27,6 +27,7 @@ from smpc.compile.result import Traced
 from smpc.errors import ConfigError, StepError, UsageError
 from smpc.hooks_on_outputs import copied_outputs, without_gradient
 from smpc.nn.script_writes.classes import are_noticed, plain_parameters
+from smpc.nn.script_writes.compared import compare_scripts
 from smpc.sample_inputs import as_inputs
 from smpc.tracer.attempt import RecordingRequest
 from smpc.tracer.constants import Ref, TraceDevice, map_references
@@ -118,6 +119,7 @@ class RecordedModule(nn.Module, ABC):
                 f"expected inputs for which {guard} gives {guard.expected}, as the sample's did, found {found}; shard another copy of "
                 "the model with such inputs"
             )
+        compare_scripts(self.model)
         program.stage.refresh()
         outputs = program.stage(*(values[name] for name in program.inputs))
         trace = program.traced.trace

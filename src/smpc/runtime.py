@@ -51,6 +51,7 @@ from smpc.executor.transport import Transport, loopback_transports
 from smpc.hooks_on_outputs import copied_outputs, without_gradient
 from smpc.nn.init.sliced_models import note_parts
 from smpc.nn.script_writes.classes import plain_parameters
+from smpc.nn.script_writes.compared import compare_scripts
 from smpc.observe.observer import Observer, RankRecord, StepCallback, StepWatch, batch_of
 from smpc.observe.window import Window
 from smpc.optimizers.torch_patches import check_optimizers, refuse_norms, refuse_scaling
@@ -302,6 +303,7 @@ class Runtime:
         with told, sliced, observer.step(() if observer.is_idle else _tensors_to_runtime(inputs)) as watch:
             if self._others is not None:
                 self._others.check_program(program)
+            compare_scripts(self._model)
             if watch.is_wanted:
                 watch.program = program
                 with _watching_runtime(interpreter, watch, programs, training):

@@ -30,6 +30,7 @@ from smpc.errors import ConfigError
 from smpc.executor.collectives import TensorGroup
 from smpc.executor.sharded_state import load_whole, slice_parameters, whole_of
 from smpc.nn.init.sliced_models import note_sliced
+from smpc.nn.script_writes.compared import compare_scripts
 from smpc.optimizers.split_parameters import note_split
 from smpc.recorded_module import RecordedModule, build_program, check_not_shared, record_modes
 from smpc.tracer.ir import Trace
@@ -76,6 +77,7 @@ class ShardedModule(RecordedModule):
 
     def whole_state_dict(self) -> dict[str, Tensor]:
         """The whole model's `state_dict`, on every rank; all must call it."""
+        compare_scripts(self.model)
         state = self.model.state_dict(keep_vars=True)
         return {name: self._whole(name, tensor) for name, tensor in state.items()}
 

@@ -363,6 +363,9 @@ def in_parts(rank, folder, config, right, wrong):
         dist.all_reduce(own, group=smp.get_tp_process_group())
 
     assert isinstance(parameter(), DTensor)
+    if rank == 0:  # no rank waits for another one
+        with torch.no_grad():
+            assert all(each.shape for each in (parameter().norm(dim=1), parameter().softmax(1), parameter() * 2))
     refused(parameter(), whole, wrong)
     for line in right:
         run(line, parameter(), total, full=lambda own: own.full_tensor())

@@ -110,9 +110,10 @@ def scaled_steps(model, poisons, scaler):
         scaler.scale(loss_of(model, step)).backward()
         if poisons and step == 1:
             gradient = next(p.grad for p in model.parameters() if p.grad is not None and p.grad.numel())
-            gradient.view(-1).numpy()[-1] = float(
-                "inf"
-            )  # as a kernel does: a script's own line would be an error in a slice
+            with (
+                torch._C.DisableTorchFunctionSubclass()
+            ):  # as a kernel does: a script's own line would be an error in a slice
+                gradient.view(-1)[-1] = float("inf")
         scaler.step(optimizer)
         scaler.update()
         scales.append(scaler.get_scale())

@@ -42,7 +42,7 @@ _ALIKE = frozenset(
 )  # fmt: skip
 _Place: TypeAlias = tuple[nn.Module, str, str]  # a module, the name of a tensor there, and its name in the model
 # Code that has parameters in parts, and what may be between it, or a model, and a call.
-_WRAPPERS, _BETWEEN = ("torch.distributed", "smpc"), ("torch", "smpc.tracer")
+_WRAPPERS, _BETWEEN = ("torch.distributed", "smpc"), ("torch", "smpc.tracer", "smpc.nn.script_writes")
 
 
 class OutsideUses:

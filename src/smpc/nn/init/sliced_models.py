@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -50,7 +50,8 @@ def note_sliced(
     names = [name for name, _ in model.named_parameters(remove_duplicate=False)]
     if group.size > 1:
         sliced = {name: layouts[name] for name in names if name in layouts}
-        note_slices(model, {name: each.dim for name, each in sliced.items() if each.kind is LayoutKind.SHARDED}, group)
+        dims = {name: each.dim for name, each in sliced.items() if each.kind is LayoutKind.SHARDED}
+        note_slices(model, dims, group, whole=_others(model, [n for n, each in layouts.items() if each != REPLICATED]))
 
 
 def note_distributed(model: nn.Module, group: TensorGroup) -> None:
@@ -72,7 +73,14 @@ def note_distributed(model: nn.Module, group: TensorGroup) -> None:
     if group.size > 1:
         owners = ((prefix, each) for prefix, each in model.named_modules() if isinstance(each, DistributedModule))
         shards = {f"{prefix}.{own}".lstrip("."): shard for prefix, each in owners for own, shard in each.shards.items()}
-        note_slices(model, {name: shard.dim for name, shard in shards.items()}, group)
+        note_slices(model, {n: each.dim for n, each in shards.items()}, group, whole=_others(model, shards))
+
+
+def _others(model: nn.Module, sliced: Collection[str]) -> list[str]:
+    """The names of the parameters that all ranks have whole; one may have several names, of which `sliced` has one."""
+    named = [*model.named_parameters(remove_duplicate=False)]
+    taken = {id(each) for name, each in named if name in sliced}
+    return [name for name, each in named if id(each) not in taken]
 
 
 def note_rows(model: nn.Module, rows: Mapping[str, tuple[int, range]], group: TensorGroup, prefix: str = "") -> None:

@@ -30,6 +30,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import init
 
+from smpc.nn.script_writes.slice_numbers import decided, known_number
+
 _FILLS = (
     "uniform_", "normal_", "trunc_normal_", "xavier_uniform_", "xavier_normal_", "kaiming_uniform_", "kaiming_normal_",
     "orthogonal_", "sparse_", "eye_", "dirac_", "_no_grad_uniform_", "_no_grad_normal_", "_no_grad_trunc_normal_",
@@ -116,6 +118,9 @@ def filled_as_whole(
     whole = _found(tensor if known_as is None else known_as)
     if whole is None:
         return False
+    for number in (*args, *kwargs.values()):
+        if known_number(number) is not None:
+            raise decided(original.__name__, known_number(number))
     whole.begin()
     values = torch.empty(whole.shape, dtype=tensor.dtype, device=tensor.device)
     original(values, *args, **kwargs)

@@ -5,6 +5,9 @@ slices        slices of tensor- and expert-parallel ranks: what one process writ
               slice_values, slice_numbers     what scripts see of them, and compute of them
               rows                            what is known of a value: which rows it has, and of which it was computed
               collectives                     what a script's collectives leave of that
+              sizes                           sizes that scripts read of them
+              used, compared                  what else was used for a write, and what ranks compare of writes
 data_aliases  writes through `parameter.data`, which torch does not count
+callers       whose code calls
 classes       parameters of their own classes between steps, ordinary ones in them
 """

@@ -16,8 +16,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves
 
 from smpc.errors import UsageError
@@ -46,7 +48,7 @@ def check_collective(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapp
             continue
         own = of.parameter()
         held = () if own is None else (own, own.grad)
-        if any(_have_one_memory(each, one) for one in held if one is not None):
+        if any(have_one_memory(each, one) for one in held if one is not None):
             raise UsageError(
                 f"{name}: expected a group of ranks that have the same rows of {of.name!r}, of which ranks have slices, found "
                 f"{sorted(ranks)}, among them ranks that have other rows ({' and '.join(str(list(one)) for one in of.groups)}): values of "
@@ -105,5 +107,10 @@ def _still_different(sources: Sequence[OfSlice], ranks: frozenset[int], *, makes
     return tuple(group for group in _groups(sources) if not makes_alike or not ranks.issuperset(group))
 
 
-def _have_one_memory(one: Tensor, other: Tensor) -> bool:
-    return one.device == other.device and one.untyped_storage().data_ptr() == other.untyped_storage().data_ptr() != 0
+def have_one_memory(one: Tensor, other: Tensor) -> bool:
+    """Whether two tensors may be written by each other."""
+    with torch._C.DisableTorchFunctionSubclass():
+        own, others = ((each._local_tensor if isinstance(each, DTensor) else each) for each in (one, other))
+        return (
+            own.device == others.device and own.untyped_storage().data_ptr() == others.untyped_storage().data_ptr() != 0
+        )

@@ -16,6 +16,7 @@ Whether a function looks at rows together is tried: it is called with all rows, 
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -24,6 +25,9 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves, tree_map
+
+from smpc.nn.script_writes.compared import Writes
+from smpc.nn.script_writes.used import NOTHING, Used
 
 _OF_OBJECT = ("requires_grad_", "retain_grad", "detach_", "backward", "set_data", "is_leaf", "output_nr", "rename_")
 _INDEPENDENT = (
@@ -34,6 +38,7 @@ OPERATORS = (
     "add", "sub", "mul", "truediv", "div", "floordiv", "mod", "pow", "and", "or", "xor", "neg", "abs", "invert", "lt", "le", "gt", "ge",
     "eq", "ne",
 )  # fmt: skip
+_SCALES = (1, 1000)
 _CANNOT = (RuntimeError, IndexError, ValueError, TypeError)
 Ranks = tuple[int, ...]
 SLICE = "_smpc_slice"  # of a value: what is known of it
@@ -45,7 +50,8 @@ class OfSlice:
     `dims`: several if ranks have slices of slices, whose rows are rows of each; none where rows are not told apart (`weight.view(-1) * 2`):
     only all of it is even, or all of one of the `pieces`, the start and length of each of several that were lined up. `parameter()`: the
     slice. `groups`: of ranks that have the other slices; of a partial value, those among which it may still differ. `twin`: a view of the
-    root's twin, if there is one."""
+    root's twin, if there is one. `decides`: it tells how large a partial value is. `used`: to compute it, beside slices. `writes`: where
+    writes into the slice are noted, None if they are not."""
 
     name: str
     parameter: Callable[[], Tensor | None]
@@ -57,6 +63,9 @@ class OfSlice:
     is_partial: bool = False
     twin: Tensor | None = field(default=None, compare=False)
     pieces: tuple[tuple[int, int], ...] = ()
+    decides: bool = False
+    used: Used = field(default=NOTHING, compare=False)
+    writes: Writes | None = field(default=None, compare=False)
 
     @classmethod
     def of(
@@ -88,7 +97,7 @@ class OfSlice:
 
     def like(self, root: Tensor, dims: tuple[int, ...]) -> OfSlice:
         """Another root, of the same parameter."""
-        return OfSlice.of(self.name, self.parameter, dims, self.groups, root)
+        return replace(OfSlice.of(self.name, self.parameter, dims, self.groups, root), writes=self.writes)
 
     def drawn_as(self, tensor: Tensor) -> Tensor:
         """Of which tensor it is known what one process draws for one like this: the parameter, for all of a root of its shape."""
@@ -97,9 +106,25 @@ class OfSlice:
         return own if own is not None and is_root and self.dims and own.shape == self.size else tensor
 
 
+@dataclass(frozen=True, slots=True)
+class OfWhole:
+    """Of which parameter that all ranks have whole, though they have slices of others; `writes` as above."""
+
+    name: str
+    parameter: Callable[[], Tensor | None]
+    writes: Writes
+
+
 def known(value: Any) -> OfSlice | None:
-    """What is known of a value."""
-    return vars(value).get(SLICE) if isinstance(value, Tensor) else None
+    """What is known of a value of a slice."""
+    found = vars(value).get(SLICE) if isinstance(value, Tensor) else None
+    return found if isinstance(found, OfSlice) else None
+
+
+def known_whole(value: Any) -> OfWhole | None:
+    """What is known of an alias of a parameter that all ranks have whole."""
+    found = vars(value).get(SLICE) if isinstance(value, Tensor) else None
+    return found if isinstance(found, OfWhole) else None
 
 
 def plain(tensor: Tensor) -> Tensor:
@@ -204,14 +229,18 @@ def rows_after(
     if not dims or draws_by(getattr(func, "__name__", "")):
         return []
     along = []
-    for place, dim in enumerate(dims):
+    for (place, dim), scale in itertools.product(enumerate(dims), _SCALES):
+        run = functools.partial(_of_rows, place, scale=scale, func=func, args=args, kwargs=kwargs, like=like, dim=dim)
         try:
-            low, high, whole = (_tensors(_of_rows(place, half, func, args, kwargs, like, dim)) for half in range(3))
+            low, high, whole = (_tensors(run(half)) for half in range(3))
         except _CANNOT:
             return []
         if not len(low) == len(high) == len(whole):
             return []
         along.append([_joined_along(a, b, c, dim) for a, b, c in zip(low, high, whole, strict=True)])
+    along = [
+        after if after == scaled else [None] * len(after) for after, scaled in zip(along[::2], along[1::2], strict=True)
+    ]
     return [None if None in each else tuple(each) for each in zip(*along, strict=True)]
 
 
@@ -222,6 +251,8 @@ def _tensors(values: Any) -> list[Tensor]:
 def _of_rows(
     place: int,
     half: int,
+    *,
+    scale: int,
     func: Callable[..., Any],
     args: Sequence[Any],
     kwargs: Mapping[str, Any],
@@ -230,18 +261,20 @@ def _of_rows(
 ) -> Any:
     """What a function gives the first (0) or second (1) half of the rows, or all (2). A row that is alone gets a second, half of it.
 
-    Ordinary tensors are cut like `like` where they have as many rows along `dim`.
+    Ordinary tensors are cut like `like` where they have as many rows along `dim`. `scale`: of slices, as some functions look at rows
+    together only if they are large.
     """
 
     def cut(value: Any) -> Any:
         if not isinstance(value, Tensor):
             return value
-        of, own = known(value), _whole(value)
+        of, own = known(value), _tried(value)
         has_rows = own.dim() > dim and own.shape[dim] == like.shape[dim]
         dims = ((dim,) * (place + 1) if has_rows else ()) if of is None else dims_of(value, of)
         if place >= len(dims):
             return own.clone()
         at = dims[place]
+        own = own * scale if of is not None and own.is_floating_point() else own
         own = torch.cat([own, own / 2 if own.is_floating_point() else own], at) if own.shape[at] == 1 else own
         middle = own.shape[at] // 2
         parts = ((0, middle), (middle, own.shape[at] - middle), (0, own.shape[at]))
@@ -270,7 +303,7 @@ def is_independent(
     given = _tensors((args, kwargs))
     read = [each for each in given if known(each) is None and not any(each is one for one in made)]
     others = {each.untyped_storage()._cdata for each in read}
-    if all(each.untyped_storage()._cdata in others for each in made):
+    if all(each.untyped_storage()._cdata in others for each in made) or "empty" in getattr(func, "__name__", ""):
         return True
     if draws_by(getattr(func, "__name__", "")) or not all(each.is_floating_point() for each in made):
         return False
@@ -287,11 +320,13 @@ def _of_values(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[st
     def value_of(value: Any) -> Any:
         if not isinstance(value, Tensor):
             return value
-        of, own = known(value), _whole(value).clone()
+        of, own = known(value), _tried(value).clone()
         for dim in () if of is None else dims_of(value, of):
             own = torch.cat([own, own], dim) if own.shape[dim] == 1 else own
-        if are_own or of is None or not own.is_floating_point():
+        if are_own or of is None:
             return own
+        if not own.is_floating_point():
+            return (own == 0).to(own.dtype)
         return torch.rand(own.shape, generator=torch.Generator().manual_seed(0)).to(own)
 
     return func(*tree_map(value_of, tuple(args)), **tree_map(value_of, dict(kwargs)))
@@ -325,6 +360,14 @@ def _pieces_of(start: int, value: Tensor) -> list[tuple[int, int]]:
     of = known(value)
     pieces = of.pieces if of is not None and of.pieces and value.numel() == _numel(of.size) else ((0, value.numel()),)
     return [(start + first, length) for first, length in pieces]
+
+
+def _tried(value: Tensor) -> Tensor:
+    """A tensor without knowledge that a function is tried with. Of one in parts others, as a script may run on one rank alone."""
+    if not isinstance(value, DTensor):
+        return _whole(value)  # type: ignore[no-any-return]
+    drawn = torch.rand(value.shape, generator=torch.Generator().manual_seed(1))
+    return (drawn > 0.5 if value.dtype is torch.bool else drawn).to(value.device, value.dtype)
 
 
 def _whole(value: Any) -> Any:

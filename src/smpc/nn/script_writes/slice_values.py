@@ -16,25 +16,24 @@ is a DTensor, and so are its values (SlicePartValues). Writes that are no error 
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from types import FrameType
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
-from torch.overrides import handle_torch_function
 from torch.utils._pytree import tree_leaves
 
 from smpc.errors import UsageError
 from smpc.nn.init.whole_fills import drawn_as_whole, filled_as_whole
-from smpc.nn.script_writes.collectives import check_collective, is_collective, known_after
+from smpc.nn.script_writes.callers import is_script, is_script_beyond_torch
+from smpc.nn.script_writes.collectives import check_collective, have_one_memory, is_collective, known_after
 from smpc.nn.script_writes.rows import (
     OPERATORS,
     SLICE,
     OfSlice,
+    OfWhole,
     Ranks,
     computes,
     dims_of,
@@ -44,19 +43,22 @@ from smpc.nn.script_writes.rows import (
     is_even,
     is_independent,
     known,
+    known_whole,
     lined_up,
     plain,
     rows_after,
     seen_on_twin,
     unknown_view,
 )
-from smpc.nn.script_writes.slice_numbers import SliceNumber
+from smpc.nn.script_writes.sizes import WithSizes
+from smpc.nn.script_writes.slice_numbers import SliceInt, SliceNumber, decided, known_number, number_of, tells_of_size
+from smpc.nn.script_writes.used import Rows, Used, used_by_all, used_in
 
-_OWN = ("torch", "smpc")
 _OVERWRITE = ("zero_", "fill_", "copy_")
+_ORDERS = ("lt", "le", "gt", "ge", "less", "less_equal", "greater", "greater_equal")
 
 
-class SliceValues(Tensor):
+class SliceValues(WithSizes):
     """See above."""
 
     @classmethod
@@ -116,8 +118,10 @@ def answer(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, A
     """What a script gets of a function of torch's. UsageError for what the module's docstring says."""
     name, named = getattr(func, "__name__", ""), dict(kwargs)
     with torch._C.DisableTorchFunctionSubclass():
+        if name == "__bool__":
+            _check_decision(args[0])
         if not computes(func):
-            return func(*args, **named)
+            return known_result(name, func, args, named, func(*args, **named))
         if _is_writing(name, named):
             return _write(name, func, args, named)
         like = known(args[0]) if args and name.endswith("_like") and draws_by(name) else None
@@ -130,21 +134,19 @@ def answer(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, A
             return told(drawn, like.like(drawn, like.dims))
         result = func(*args, **named)
         if not name.startswith("_foreach_"):
-            return _known_result(name, func, args, named, result)
+            return known_result(name, func, args, named, result)
         single = name.removeprefix("_foreach_")
         for number, made in enumerate(result):
             own = [tree_leaves(each)[number] if isinstance(each, (list, tuple)) else each for each in args]
-            _known_result(single, getattr(torch.ops.aten, single), own, named, made)
+            known_result(single, getattr(torch.ops.aten, single), own, named, made)
         return result
 
 
 def communicate(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """What a function of torch.distributed does. UsageError for a script that would mix slices of ranks."""
-    frame: FrameType | None = sys._getframe(2)
-    while frame is not None and _module(frame) == "torch":
-        frame = frame.f_back
+    is_of_script = is_script_beyond_torch()
     with torch._C.DisableTorchFunctionSubclass():
-        if frame is not None and _module(frame) not in _OWN:
+        if is_of_script:
             check_collective(func, args, kwargs)
         result = func(*args, **kwargs)
         for written, of in list(known_after(func, args, kwargs)):
@@ -155,7 +157,7 @@ def communicate(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[s
     return result
 
 
-def told(tensor: Any, of: OfSlice) -> SliceValues:
+def told(tensor: Any, of: OfSlice | OfWhole) -> SliceValues:
     """The same tensor, which knows what it is."""
     tensor.__class__ = SlicePartValues if isinstance(tensor, DTensor) else SliceValues
     vars(tensor)[SLICE] = of
@@ -176,19 +178,6 @@ def check_whole(tensor: Tensor, what: str = "weight.data = ...") -> None:
         raise _of_slice_alone(what, of)
 
 
-def is_script() -> bool:
-    """Whether the code that calls the caller is neither torch's nor ours."""
-    frame: FrameType | None = sys._getframe(2)
-    if frame is not None and frame.f_code is handle_torch_function.__code__:
-        frame = frame.f_back and frame.f_back.f_back  # a function of torch's that is written in Python asks by this
-    return frame is None or _module(frame) not in _OWN
-
-
-def _module(frame: FrameType) -> str:
-    name: str = frame.f_globals.get("__name__", "")
-    return name.partition(".")[0]
-
-
 # -- writes --------------------------------------------------------------------------------------------------------------------------------
 
 
@@ -204,13 +193,18 @@ def _is_writing(name: str, kwargs: Mapping[str, Any]) -> bool:
 
 def _write(name: str, func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     targets, rest = _targets(args, kwargs)
+    if any(known_whole(target) for target in targets):
+        _check_alike(name, rest, _numbers(name, args, kwargs))
     slices = [(target, of) for target in targets if (of := known(target)) is not None and not of.is_partial]
     for target, of in slices:
+        for number in _numbers(name, args, kwargs):
+            raise _of_slice_alone(name, number.of)
         if draws_by(name):
             if filled_as_whole(func, target, *args[1:], known_as=of.drawn_as(target), **kwargs):
+                note_write(name, target, args, kwargs)
                 return target
             raise _uneven(name, of, target.shape)
-        for each in (*rest, *_numbers(args, kwargs)):
+        for each in rest:
             _check_operand(name, each)
         if name == "__setitem__":
             if not has_even_index(target, args[1], of):
@@ -220,7 +214,41 @@ def _write(name: str, func: Callable[..., Any], args: Sequence[Any], kwargs: dic
     result = func(*args, **kwargs)
     if len(slices) < len(targets):
         _pass_on(name, func, args, kwargs, targets, rest)
+    for target in targets:
+        note_write(name, target, args, kwargs)
     return result
+
+
+def note_write(name: str, target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+    """What a slice, a value of one, or a parameter that all have whole, has been written with."""
+    whole, of = known_whole(target), known(target)
+    if whole is not None:
+        given = [each for each in tree_leaves((args, kwargs)) if isinstance(each, Tensor) and each is not target]
+        others = [*(each for each in given if known(each) is None), *([target] if draws_by(name) else [])]
+        whole.writes.note(whole.name, name, used_by_all(name, args, kwargs, others))
+    if of is None or of.is_partial or of.writes is None:
+        return
+    used = _used(name, args, kwargs, target, of)
+    own = of.parameter()
+    if any(each is not None and have_one_memory(target, each) for each in (own, None if own is None else own.grad)):
+        of.writes.note(of.name, name, used)
+    elif name in _OVERWRITE:
+        vars(target)[SLICE] = replace(of, used=used)
+    else:
+        vars(target)[SLICE] = replace(of, used=of.used.and_also(used))
+
+
+def _used(name: str, args: Sequence[Any], kwargs: Mapping[str, Any], like: Tensor, of: OfSlice) -> Used:
+    """What a function uses for a value, beside slices, and what was used for what it is given."""
+    is_by_element = is_elementwise(name) or name == "__setitem__"
+    dims = dims_of(like, of)
+    rows = Rows(like.shape if of.twin is None else of.twin.shape, dims, is_by_element)
+    given = [each for each in tree_leaves((args, kwargs)) if isinstance(each, Tensor) and each is not like]
+    found = used_in(name, args, kwargs, [each for each in given if known(each) is None], rows)
+    for each in given:
+        own = known(each)
+        found = found if own is None else found.and_also(own.used)
+    return found
 
 
 def _keeps_rows(
@@ -238,16 +266,23 @@ def _targets(args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[list[Any],
     out = kwargs.get("out")
     written = tree_leaves(args[0] if out is None else out)
     read = tree_leaves((args[1:] if out is None else args, {k: v for k, v in kwargs.items() if k != "out"}))
-    return written, [each for each in read if isinstance(each, SliceValues)]
+    return written, [each for each in read if known(each) is not None]
 
 
-def _numbers(args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[SliceNumber]:
-    return [each for each in tree_leaves((args, kwargs)) if isinstance(each, SliceNumber)]
+def _numbers(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
+    """Numbers of slices alone that are values: sizes are sizes in all that is not done by element."""
+    kinds = (SliceNumber, SliceInt) if is_elementwise(name) or name == "__setitem__" or draws_by(name) else SliceNumber
+    return [each for each in tree_leaves((args, kwargs)) if isinstance(each, kinds)]
 
 
-def _check_operand(name: str, value: Tensor | SliceNumber) -> None:
-    if isinstance(value, SliceNumber):
-        raise _of_slice_alone(name, value.of)
+def _check_alike(name: str, values: Sequence[Tensor], numbers: Sequence[Any]) -> None:
+    """UsageError for what is not the same on all ranks."""
+    for of in (*map(known, values), *(each.of for each in numbers)):
+        if of is not None:
+            raise _of_slice_alone(name, of)
+
+
+def _check_operand(name: str, value: Tensor) -> None:
     of = known(value)
     if of is not None and (of.is_partial or not is_even(value, of)):
         raise _of_slice_alone(name, of)
@@ -280,27 +315,38 @@ def _are_even(values: list[Any]) -> bool:
 # -- results -------------------------------------------------------------------------------------------------------------------------------
 
 
-def _known_result(name: str, func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any], result: Any) -> Any:
+def known_result(name: str, func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any], result: Any) -> Any:
     """The result, which knows of what slice it is."""
-    given = [each for each in tree_leaves((args, kwargs)) if isinstance(each, SliceValues)]
-    made = [each for each in tree_leaves(result) if isinstance(each, Tensor) and not any(each is one for one in given)]
+    if name == "numpy":
+        result.flags.writeable = False  # what is written into it, nobody sees
+        return result
+    seen = [each for each in tree_leaves((args, kwargs)) if isinstance(each, SliceValues)]
+    made = [each for each in tree_leaves(result) if isinstance(each, Tensor) and not any(each is one for one in seen)]
     made = [each for each in made if not (each.requires_grad and torch.is_grad_enabled())]
-    if isinstance(result, float) and name == "item" and not _are_even(given):
-        return SliceNumber.told(result, next(of for each in given if (of := known(each)) is not None))
+    given = [each for each in seen if known(each) is not None]
+    if name == "item" and not _are_even(given):
+        return number_of(result, next(of for each in given if (of := known(each)) is not None))
+    for each, view_of in _views(func, args, kwargs, seen, made):
+        told(each, view_of)
     if not made or not given:
         return result
-    for each, of in _views(func, args, kwargs, given, made):
-        told(each, of)
     values = [each for each in made if not isinstance(each, SliceValues)]
     if values:
         _tell(name, func, args, kwargs, given, values)
+    for each in made:
+        own = known(each)
+        if own is not None and own.writes is not None and not own.is_partial:
+            vars(each)[SLICE] = replace(own, used=_used(name, args, kwargs, each, own))
     return result
 
 
 def _views(
     func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], given: list[Any], made: list[Any]
-) -> Iterator[tuple[Tensor, OfSlice]]:
+) -> Iterator[tuple[Tensor, OfSlice | OfWhole]]:
     """What is made that is a view of what is given, and what is known of it."""
+    wholes = {each.untyped_storage()._cdata: whole for each in given if (whole := known_whole(each)) is not None}
+    if wholes:
+        yield from ((each, wholes[key]) for each in made if (key := each.untyped_storage()._cdata) in wholes)
     source = known(args[0]) if args else None
     if source is not None and source.twin is not None and not source.is_partial:
         seen = seen_on_twin(func, args, kwargs, source)
@@ -324,16 +370,19 @@ def _tell(
 ) -> None:
     """Have values, all or some of what a function returns, know what was computed of what is given."""
     all_known = [(each, of) for each in given if (of := known(each)) is not None]
-    groups = _groups(*given, *_numbers(args, kwargs))
-    are_even = _are_even(given) and not _numbers(args, kwargs)
+    numbers = _numbers(name, args, kwargs)
+    groups = _groups(*given, *numbers)
+    are_even = _are_even(given) and not numbers
     roots = _roots(name, func, args, kwargs, all_known, values) if are_even else iter([None] * len(values))
     for each, own in zip(values, roots, strict=True):
         if own is not None:
             told(each, replace(own, groups=groups))
     left = [each for each in values if not isinstance(each, SliceValues)]
-    if left and (_numbers(args, kwargs) or not is_independent(func, args, kwargs, left)):
+    if left and (numbers or not is_independent(func, args, kwargs, left)):
+        decides = _operator_of(name) in _ORDERS and any(map(tells_of_size, tree_leaves((args, kwargs))))
+        partial = replace(all_known[0][1], is_partial=True, groups=groups, twin=None, pieces=(), decides=decides)
         for each in left:
-            told(each, replace(all_known[0][1], is_partial=True, groups=groups, twin=None, pieces=()))
+            told(each, partial)
 
 
 def _roots(
@@ -365,8 +414,18 @@ def _roots(
 
 
 def _groups(*values: Any) -> tuple[Ranks, ...]:
-    found = (each.of if isinstance(each, SliceNumber) else known(each) for each in values)
+    found = (known_number(each) or known(each) for each in values)
     return tuple(dict.fromkeys(group for of in found if of is not None for group in of.groups))
+
+
+def _check_decision(tensor: Tensor) -> None:
+    of = known(tensor)
+    if of is not None and of.decides:
+        raise decided("a comparison with a number", of)
+
+
+def _operator_of(name: str) -> str:
+    return name[2:-2] if name.startswith("__") else name
 
 
 def _uneven(what: str, of: OfSlice, shape: Sequence[int]) -> UsageError:

@@ -1,6 +1,6 @@
 """Parameters of which a rank has a slice: scripts that write into them between steps get values that know it (`slice_values`, beside).
 
-    note_slices(model, {"layers.0.weight": 0}, group)
+    note_slices(model, {"layers.0.weight": 0}, group, whole=["layers.0.bias"])
 
     with torch.no_grad(): weight[3] = 0        in code that is neither torch's nor smpc's: SliceValues are asked
     weight.data, weight.grad                   SliceValues, in such code
@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -25,16 +25,20 @@ from torch.optim import optimizer
 from torch.utils._pytree import tree_map
 
 from smpc.executor.collectives import TensorGroup
+from smpc.nn.script_writes.callers import is_script
 from smpc.nn.script_writes.classes import after_steps, between_steps
 from smpc.nn.script_writes.collectives import is_collective
+from smpc.nn.script_writes.compared import Writes
 from smpc.nn.script_writes.data_aliases import CountedParameter, assign_data, read_data
-from smpc.nn.script_writes.rows import OfSlice, Ranks, computes, plain
+from smpc.nn.script_writes.rows import OfSlice, OfWhole, Ranks, computes, plain
+from smpc.nn.script_writes.sizes import WithSizes
 from smpc.nn.script_writes.slice_values import (
     SliceValues,
     answer,
     check_whole,
     communicate,
-    is_script,
+    known_result,
+    note_write,
     told,
 )
 
@@ -42,7 +46,7 @@ _SLICE_OF = "_smpc_slice_of"  # of a parameter: its name, its place, and the dim
 _TORCHS: Any = nn.Parameter
 
 
-class SliceParameter(CountedParameter):
+class SliceParameter(WithSizes, CountedParameter):
     """See above."""
 
     @classmethod
@@ -58,9 +62,16 @@ class SliceParameter(CountedParameter):
         is_recorded = torch.is_grad_enabled() and name != "detach"
         if is_collective(func):
             return communicate(func, *tree_map(functools.partial(_alias, {}), (tuple(args), dict(kwargs or {}))))
-        if is_recorded or name == "__get__" or not is_script() or not computes(func):
+        if is_recorded or name == "__get__" or not is_script():
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **(kwargs or {}))
+        if not computes(func):
+            with torch._C.DisableTorchFunctionSubclass():
+                result = func(*args, **(kwargs or {}))
+                if any(result is each for each in args):
+                    return result
+                values, named = tree_map(functools.partial(_alias, {}), (tuple(args), dict(kwargs or {})))
+                return known_result(name, func, values, named, result)
         seen: dict[int, Tensor] = {}  # by id of the alias, the parameter
         values, named = tree_map(functools.partial(_alias, seen), (tuple(args), dict(kwargs or {})))
         result = answer(func, values, named)
@@ -74,7 +85,15 @@ class SliceParameter(CountedParameter):
 
     @data.setter
     def data(self, value: Tensor) -> None:
-        assign_data(self, _ordinary(value))
+        ordinary = _ordinary(value)
+        if is_script():
+            _note(self, "copy_", value)
+        assign_data(self, ordinary)
+
+    def _sized_as(self) -> OfSlice | None:
+        with torch._C.DisableTorchFunctionSubclass():
+            found = _known(self, self.detach())
+        return found if isinstance(found, OfSlice) else None
 
     @property
     def grad(self) -> Tensor | None:
@@ -88,6 +107,8 @@ class SliceParameter(CountedParameter):
     def grad(self, value: Tensor | None) -> None:
         if value is not None:
             check_whole(value, "weight.grad = ...")
+            if is_script():
+                _note(self, "copy_", value)
         with torch._C.DisableTorchFunctionSubclass():
             _TORCHS.grad.__set__(self, value)
 
@@ -103,22 +124,33 @@ class SlicePartParameter(SliceParameter, DTensor):
 
     @data.setter
     def data(self, value: Tensor) -> None:
-        vars(DTensor)["data"].__set__(self, _ordinary(value))
+        ordinary = _ordinary(value)
+        if is_script():
+            _note(self, "copy_", value)
+        vars(DTensor)["data"].__set__(self, ordinary)
 
 
-def note_slices(model: nn.Module, dims: Mapping[str, int], group: TensorGroup, prefix: str = "") -> None:
+def note_slices(
+    model: nn.Module, dims: Mapping[str, int], group: TensorGroup, prefix: str = "", whole: Iterable[str] = ()
+) -> None:
     """Ranks of `group` have slices of these parameters, by name, along these dimensions. Before anything puts the slices into parts.
 
-    `prefix`: of the model, in names that messages have.
+    `prefix`: of the model, in names that messages have. `whole`: names of parameters that all of them have whole.
     """
     if group.process_group is None or group.size == 1:
         return
     _support()
     ranks = _ranks_of(group.process_group)
-    places = []
+    writes = Writes(model, group)
+    places: list[tuple[Place, _SliceOf | _WholeOf]] = []
+    for name in whole:
+        place = Place.of(model, name)
+        places.append((place, _WholeOf(f"{prefix}.{name}".lstrip("."), place, writes)))
     for name, dim in dims.items():
         place = Place.of(model, name)
-        places.append((place, _SliceOf(f"{prefix}.{name}".lstrip("."), place, (dim,), (ranks,)).beside(place())))
+        places.append(
+            (place, _SliceOf(f"{prefix}.{name}".lstrip("."), place, (dim,), (ranks,), writes).beside(place()))
+        )
 
     def note() -> None:
         for place, of in places:
@@ -145,7 +177,15 @@ class _SliceOf:
     place: Place
     dims: tuple[int, ...]
     groups: tuple[Ranks, ...]
+    writes: Writes
     shape: torch.Size | None = None
+
+    def like(self, tensor: Tensor) -> OfSlice | None:
+        """What a tensor of the slice's layout is to know."""
+        if tensor.layout is not torch.strided or tensor.shape != self.shape:
+            return None
+        found = OfSlice.of(self.name, self.place, self.dims, self.groups, tensor)
+        return found if len(self.groups) > 1 else replace(found, writes=self.writes)
 
     def note(self, parameter: nn.Parameter) -> None:
         """Have a parameter of this place know it, if it is the slice: what others have made of it is theirs."""
@@ -157,11 +197,30 @@ class _SliceOf:
 
     def beside(self, parameter: nn.Parameter | None) -> _SliceOf:
         """The same of a slice of which another group has slices already."""
-        other: _SliceOf | None = None if parameter is None else vars(parameter).get(_SLICE_OF)
-        if other is None:
+        other = None if parameter is None else vars(parameter).get(_SLICE_OF)
+        if not isinstance(other, _SliceOf):
             return self
         groups = tuple(dict.fromkeys((*other.groups, *self.groups)))
         return replace(self, dims=tuple(dict.fromkeys((*other.dims, *self.dims))), groups=groups)
+
+
+@dataclass(slots=True)
+class _WholeOf:
+    """What is known of a parameter that all ranks have whole. One in parts is left alone."""
+
+    name: str
+    place: Place
+    writes: Writes
+
+    def note(self, parameter: nn.Parameter) -> None:
+        """Have a parameter of this place know it, unless it is known as a slice."""
+        if not isinstance(parameter, DTensor) and _SLICE_OF not in vars(parameter):
+            vars(parameter)[_SLICE_OF] = self
+            between_steps(parameter, SliceParameter)
+
+    def like(self, tensor: Tensor) -> OfWhole:
+        """What an alias, or the gradient, is to know."""
+        return OfWhole(self.name, self.place, self.writes)
 
 
 class Place:
@@ -188,6 +247,7 @@ class Place:
 @functools.cache
 def _support() -> None:
     """Optimizers choose by the class, and `nn.Parameter(weight.data * 2)` would be of the class of its values."""
+    torch.serialization.add_safe_globals([int, float])  # what numbers of slices are in files
     optimizer._foreach_supported_types += [SliceParameter, SlicePartParameter]
     torchs = nn.Parameter.__new__
 
@@ -207,22 +267,23 @@ def _alias(seen: dict[int, Tensor], value: Any) -> Any:
     return alias
 
 
+def _note(parameter: Tensor, what: str, value: Tensor) -> None:
+    """A script exchanges the values of a slice, or of its gradient, for others."""
+    if isinstance(value, Tensor) and value.shape == parameter.shape:
+        with torch._C.DisableTorchFunctionSubclass():
+            alias = _seen(parameter, parameter.detach())
+            note_write(what, alias, (alias, value), {})
+
+
 def _seen(parameter: Tensor, alias: Tensor) -> Tensor:
     known = _known(parameter, alias)
     return alias if known is None else told(alias.detach(), known)
 
 
-def _known(parameter: Tensor, tensor: Tensor) -> OfSlice | None:
+def _known(parameter: Tensor, tensor: Tensor) -> OfSlice | OfWhole | None:
     """What a tensor of the parameter's layout is to know."""
-    of: _SliceOf | None = vars(parameter).get(_SLICE_OF)
-    if (
-        of is None
-        or type(tensor) not in (Tensor, DTensor)
-        or tensor.layout is not torch.strided
-        or tensor.shape != of.shape
-    ):
-        return None
-    return OfSlice.of(of.name, of.place, of.dims, of.groups, tensor)
+    of: _SliceOf | _WholeOf | None = vars(parameter).get(_SLICE_OF)
+    return None if of is None or type(tensor) not in (Tensor, DTensor) else of.like(tensor)
 
 
 def _ordinary(value: Any, what: str = "weight.data = ...") -> Any:

@@ -231,6 +231,8 @@ def save_checkpoint(
         return f"partial={partial}, asynchronous={asynchronous}, force={force}, num_kept_partial_checkpoints={keep}, {full_format=}"
 
     _check_alike(together(found.channel, collect))
+    if model is not None:
+        model.checkpoint_state.check_written()
     (content,) = contents
     channel = found.saver.channel if asynchronous else found.channel
     saving: Saving | full.ModelSaving

@@ -25,6 +25,7 @@ from smpc.checkpoint.format.regular_file import printable
 from smpc.checkpoint.stateful import LocalStateDict, held
 from smpc.errors import CheckpointError
 from smpc.nn.parallel import ParameterSlice
+from smpc.nn.script_writes.compared import compare_scripts
 from smpc.sharding.tensors import local, own_part_of_sharded, whole
 from smpc.v1.layout.placement import Placement, Slices, place
 from smpc.v1.session.precision import loads_as
@@ -90,6 +91,7 @@ class ModelState:
     def full(self, *, wanted: bool = True) -> dict[str, Any]:
         """All keys, tensors on the CPU; {} if they are not `wanted`. Collective."""
         assert self._control is not None, "one rank has all of its state"
+        self.check_written()
         entries, names = collect(self._module, run_hooks=True), self._names()
         part = {
             key: whole(value.detach()) if isinstance(value, Tensor) else value
@@ -117,6 +119,10 @@ class ModelState:
         self.load_extra(state)
         self.loaded_in_parts()
         return IncompatibleKeys([], [])
+
+    def check_written(self) -> None:
+        """UsageError on all ranks if scripts have written into slices what one process would not. Collective."""
+        compare_scripts(self._module)
 
     def before_saving(self) -> None:
         """Run the hooks before saving."""

@@ -32,6 +32,7 @@ from smpc.errors import StepError
 from smpc.executor.replicas.fully_shard import ModuleShards
 from smpc.executor.replicas.group_hooks import StepHooks, innermost
 from smpc.mesh import Axis
+from smpc.nn.script_writes.compared import compare_scripts
 from smpc.observe.observer import StepWatch, batch_of
 from smpc.sample_inputs import Inputs
 from smpc.sharding.conversions import conversions_refused
@@ -66,6 +67,7 @@ class Direct:
             return found
 
     def _forward(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        compare_scripts(self._module)
         hooks = self._hooks
         if hooks is None or not torch.is_grad_enabled():
             with _running(hooks, trains=False):
@@ -204,6 +206,7 @@ class Single:
 
     def _run(self, body: StepBody, microbatches: list[Arguments], watch: StepWatch) -> tuple[object, int]:
         context = self._context
+        compare_scripts(context.module)
         replicas = self._replicas if self._may_train(body) else None
         if replicas is not None:
             self.direct.close()

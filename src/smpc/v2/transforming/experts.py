@@ -33,6 +33,7 @@ from smpc.experts.routers import round_robin_route
 from smpc.experts.stacked import Options, take_role
 from smpc.experts.structure import Found, Listed, Stacked, find_experts
 from smpc.in_place import whole_parameters
+from smpc.nn.script_writes.compared import compare_scripts
 from smpc.tracer import register_shape_rule
 from smpc.v2.moe.moe_config import MoEConfig
 from smpc.v2.moe.moe_layer import mark_block
@@ -142,6 +143,8 @@ def divide_experts(
         mark_block(_block(model, one))
     if group is not None:
         _cut_experts(model, experts, group, config, sources)
+        if not is_recorded:
+            model.register_forward_pre_hook(_compare_scripts)
     if config is None:
         return
     for router, places in routers:
@@ -171,6 +174,12 @@ def _cut_experts(
         name: ParameterPart((SliceCut(by_expert, shapes[name], group, is_even=False),), is_expert=True) for name in cut
     }
     note_slices(model, PartsByName(parts))
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def _compare_scripts(model: nn.Module, args: Any) -> None:
+    """Before the model runs; where it is recorded, its programs do this."""
+    compare_scripts(model)
 
 
 def _check_experts(experts: list[Found], config: MoEConfig | None, *, is_divided: bool, is_recorded: bool) -> None:

@@ -43,6 +43,7 @@ from smpc.executor.tensor_ops import all_gather, own_part
 from smpc.experts.linear import scale_gradient
 from smpc.in_place import InPlace, WholeParameter, skeleton, whole_parameters
 from smpc.nn.script_writes.classes import are_noticed, plain_parameters
+from smpc.nn.script_writes.compared import compare_scripts
 from smpc.recorded_module import OPTIONS, check_not_shared
 from smpc.sample_inputs import Inputs
 from smpc.tracer.ir import NodeKind, Trace
@@ -200,6 +201,7 @@ class SharedForward(InPlace):
         if self._tensor_group is not None and self._has_new_program:
             _check_same_batch(self._inputs, self._tensor_group)
         self._has_new_program = False
+        compare_scripts(self._model)
         if any(node.random or node.kind is NodeKind.CALL_MODULE for node in traced.trace.nodes):
             for group in self._groups:
                 draw_as_first(group, device)

@@ -1,0 +1,221 @@
+"""What ranks compare when a model runs or is gathered: what their scripts have written into slices, and into what all have whole.
+
+    rank 0                         rank 1
+    p.mul_(0.9)                    p.mul_(0.9)             alike
+    p.mul_(float(p.norm()))        ...                     other numbers: UsageError on all ranks, with the line
+    if rank == 0: p.zero_()                                no such write on rank 1: UsageError, too
+    p.add_(torch.randn(p.shape))   ...                     the same values for other rows: UsageError (`used`, beside)
+    bias.mul_(float(p.norm()))     ...                     other numbers
+
+A number that has left its tensor (`float`, `math`, NumPy, a branch) is known to nobody. Values of one process are the same on all ranks,
+so ranks that write by other ones write what one process does not. One message of two numbers each time, more only where something is
+amiss. Numbers that differ in last bits are alike: ranks may have summed up in another order.
+"""
+
+from __future__ import annotations
+
+import math
+import struct
+import sys
+import weakref
+import zlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from types import FrameType
+from typing import Any
+
+import torch
+from torch import nn
+
+from smpc.errors import UsageError
+from smpc.executor.collectives import TensorGroup, gathered
+from smpc.nn.script_writes.callers import OWN
+from smpc.nn.script_writes.used import Used
+
+_MOST = 4096  # writes that are kept one by one
+_NEAR = 1e-5  # of numbers, relative
+_NEAR_SUMS = 1e-3  # of tensors: what ranks keep of many steps (moments of gradients) may be further apart
+_of_modules: weakref.WeakKeyDictionary[nn.Module, list[Writes]] = weakref.WeakKeyDictionary()
+_in_models: weakref.WeakKeyDictionary[nn.Module, list[tuple[TensorGroup, list[Writes]]]] = (
+    weakref.WeakKeyDictionary()
+)  # until there are others
+
+
+@dataclass(frozen=True, slots=True)
+class Write:
+    """A write of a script into a slice, or into what all ranks have whole."""
+
+    what: str
+    where: str
+    used: Used
+
+
+@dataclass(frozen=True, slots=True)
+class _Operand:
+    """A tensor that was used, see `used.described`."""
+
+    are_equal: bool
+    first: int
+    whole: int
+    sum: float
+    num_elements: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Read:
+    """A write whose tensors have been read."""
+
+    write: Write
+    operands: tuple[_Operand, ...]
+
+    @property
+    def kind(self) -> int:
+        """A number of what must be the same."""
+        used = self.write.used
+        return _number([self.write.what, used.kinds, len(used.numbers), len(self.operands)])
+
+    @property
+    def digest(self) -> int:
+        """A number of all."""
+        return _number([self.kind, repr(self.write.used.numbers), *(each.first for each in self.operands)])
+
+
+class Writes:
+    """What this rank's script has written into parameters of a model since the ranks of `group` compared."""
+
+    def __init__(self, model: nn.Module, group: TensorGroup) -> None:
+        self.group = group
+        self._writes: list[Write] = []
+        _of_modules.setdefault(model, []).append(self)
+        _in_models.clear()
+
+    def note(self, name: str, function: str, used: Used) -> None:
+        """This rank's script writes into the parameter of a name."""
+        if len(self._writes) < _MOST:
+            self._writes.append(Write(f"{function} of {name!r}", _line(), used))
+        else:
+            last = self._writes[-1]
+            self._writes[-1] = Write(last.what, last.where, last.used.and_also(used))
+
+    def take(self) -> list[Write]:
+        """What it has; nothing afterwards."""
+        found, self._writes = self._writes, []
+        return found
+
+
+def compare_scripts(model: nn.Module) -> None:
+    """UsageError on all ranks if their scripts have written what one process would not. Collective, where ranks have slices.
+
+    Ranks come here after what each of them checks alone, and where what watches for failures sees them wait.
+    """
+    for group, writes in _writes_in(model):
+        _Comparison(group).check(_read([one for each in writes for one in each.take()]))
+
+
+def _writes_in(model: nn.Module) -> Sequence[tuple[TensorGroup, Sequence[Writes]]]:
+    """By group, those of the model and of the modules in it."""
+    if model not in _in_models:
+        found: dict[int, tuple[TensorGroup, list[Writes]]] = {}
+        for module in model.modules():
+            for each in _of_modules.get(module, ()):
+                found.setdefault(id(each.group.process_group), (each.group, []))[1].append(each)
+        _in_models[model] = list(found.values())
+    return _in_models[model]
+
+
+class _Comparison:
+    """What the ranks of a group tell each other."""
+
+    def __init__(self, group: TensorGroup) -> None:
+        self._group = group
+
+    def check(self, read: Sequence[_Read]) -> None:
+        """UsageError on all ranks for what is above. Collective."""
+        are_apart = any(not operand.are_equal for each in read for operand in each.operands)
+        told = self._gathered([_number([each.digest for each in read]), int(are_apart)])
+        if len({each[0] for each in told}) == 1 and not any(each[1] for each in told):
+            return
+        self._check_kinds(read)
+        self._check_numbers(read)
+        self._check_operands(read)
+
+    def _check_kinds(self, read: Sequence[_Read]) -> None:
+        most = max(count for (count,) in self._gathered([len(read)]))
+        kinds = self._gathered([*(each.kind for each in read), *[-1] * (most - len(read))])
+        for at, values in enumerate(zip(*kinds, strict=True)):
+            if len({*values}) > 1:
+                raise _other_writes(read[at].write if at < len(read) else None)
+
+    def _check_numbers(self, read: Sequence[_Read]) -> None:
+        told = self._gathered([value for each in read for value in each.write.used.numbers], torch.float64)
+        of = [each.write for each in read for _ in each.write.used.numbers]
+        for write, values in zip(of, zip(*told, strict=True), strict=True):
+            if not _are_near(values, _NEAR):
+                raise _other_writes(write)
+
+    def _check_operands(self, read: Sequence[_Read]) -> None:
+        own = [(each.write, one) for each in read for one in each.operands]
+        told = self._gathered([value for _, one in own for value in (one.are_equal, one.first, one.whole)])
+        sums = self._gathered([one.sum for _, one in own], torch.float64)
+        for place, (write, operand) in enumerate(own):
+            are_equal, first, whole = zip(*(rank[3 * place : 3 * place + 3] for rank in told), strict=True)
+            if all(are_equal):
+                near = _NEAR if operand.num_elements == 1 else _NEAR_SUMS
+                if len({*first}) > 1 and not _are_near([rank[place] for rank in sums], near):
+                    raise _other_writes(write)
+                continue
+            rows = [value for value, is_one in zip(whole, are_equal, strict=True) if not is_one]
+            if len({*rows}) < len(rows):
+                raise _same_rows(write)
+
+    def _gathered(self, values: Sequence[float], dtype: torch.dtype = torch.int64) -> list[list[Any]]:
+        backend = None if self._group.process_group is None else self._group.process_group.name()
+        device = torch.device("cuda", torch.cuda.current_device()) if backend == "nccl" else torch.device("cpu")
+        own = torch.tensor([values], dtype=dtype, device=device)
+        found: list[list[Any]] = gathered(own, 0, self._group).tolist()
+        return found
+
+
+def _read(writes: Sequence[Write]) -> list[_Read]:
+    tensors = [each for write in writes for each in write.used.tensors]
+    rows = iter(torch.stack([each.to(tensors[0].device) for each in tensors]).tolist() if tensors else ())
+    return [_Read(write, tuple(_operand(*next(rows)) for _ in write.used.tensors)) for write in writes]
+
+
+def _operand(are_equal: int, first: int, whole: int, bits: int, num_elements: int) -> _Operand:
+    return _Operand(bool(are_equal), first, whole, struct.unpack("d", struct.pack("q", bits))[0], num_elements)
+
+
+def _are_near(values: Sequence[float], near: float) -> bool:
+    first, *others = values
+    return all(math.isclose(first, each, rel_tol=near) or (first != first and each != each) for each in others)
+
+
+def _number(values: Sequence[Any]) -> int:
+    return zlib.crc32(repr(values).encode())
+
+
+def _line() -> str:
+    frame: FrameType | None = sys._getframe(2)
+    while frame is not None and frame.f_globals.get("__name__", "").partition(".")[0] in OWN:
+        frame = frame.f_back
+    return "the script" if frame is None else f"{frame.f_code.co_filename}:{frame.f_lineno}"
+
+
+def _other_writes(write: Write | None) -> UsageError:
+    mine = "no write" if write is None else f"{write.what} in {write.where}"
+    return UsageError(
+        "expected scripts to write the same into parameters and gradients of which ranks have slices, and into others of the same model, "
+        "as one process does it to the whole, found other numbers, other tensors or another write on other ranks; here it is "
+        f"{mine}: what was computed of a slice alone (float(weight.norm()), a threshold, a branch by one) is another value on each rank, "
+        "and so is what one rank draws; sum up what all ranks have with torch.distributed.all_reduce first, and write on every rank"
+    )
+
+
+def _same_rows(write: Write) -> UsageError:
+    return UsageError(
+        f"{write.what} in {write.where}: expected a tensor that does the same to all rows, or has this rank's, other ones on each rank, "
+        "found one with different rows, the same on several ranks: one process has others for other rows; draw like the parameter "
+        "(torch.randn_like(weight), weight.normal_()), cut a whole tensor, or change the whole parameter of model.state_dict(), and load "
+        "it with model.load_state_dict"
+    )

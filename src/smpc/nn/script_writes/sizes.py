@@ -1,0 +1,40 @@
+"""Sizes of slices, which know it where a script reads them (`slice_numbers`, beside)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from smpc.nn.script_writes.callers import is_script
+from smpc.nn.script_writes.rows import OfSlice, dims_of, known
+from smpc.nn.script_writes.slice_numbers import number_of
+
+_TORCHS_SHAPE: Any = Tensor.shape  # whose reads what looks at all functions of torch's sees
+
+
+class WithSizes(Tensor):
+    """A tensor whose sizes along a slice's rows know it."""
+
+    @property
+    def shape(self) -> torch.Size:  # type: ignore[override]
+        """See above."""
+        with torch._C.DisableTorchFunctionSubclass():
+            found: torch.Size = _TORCHS_SHAPE.__get__(self)
+        return self._known_sizes(found) if is_script() else found
+
+    def size(self, dim: Any = None) -> Any:
+        """See above."""
+        with torch._C.DisableTorchFunctionSubclass():
+            found = super().size()
+        sizes = self._known_sizes(found) if is_script() else found
+        return sizes if dim is None else sizes[dim]
+
+    def _known_sizes(self, sizes: torch.Size) -> torch.Size:
+        of = self._sized_as()
+        dims = () if of is None else dims_of(self, of)
+        return torch.Size([number_of(each, of) if dim in dims else each for dim, each in enumerate(sizes)])
+
+    def _sized_as(self) -> OfSlice | None:
+        return known(self)
