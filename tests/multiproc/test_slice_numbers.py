@@ -211,3 +211,48 @@ PLAN = {"tensor_parallel_plan": "auto", "prescaled_batch": True}
 def test_ranks_compare_where_a_step_or_a_checkpoint_has_been_checked(tmp_path, config, num_ranks, ends_in):
     """A batch that does not divide is an error of its own, whatever has been written."""
     run_workers(trains, num_ranks, tmp_path, config, ends_in)
+
+
+PENALTIES = {
+    "p.norm()": False,
+    "sum(each.square().sum() for each in ps)": False,
+    "(torch.cat([each.view(-1) for each in ps]) ** 2).mean()": False,
+    "p.T.abs().mean()": False,
+    "torch.nn.functional.linear(torch.ones(2, p.shape[1]), p).sum()": False,
+    "nn.utils.parameters_to_vector(ps).norm()": False,
+    "torch.linalg.matrix_norm(p).square()": False,
+    "d.norm() + d.abs().mean()": True,
+    "p.norm().detach() * 0 + p.norm().item() * 0": True,
+}
+
+
+def differentiates(rank, folder):
+    model, plain = make(), make()
+    found = smpc.tensor_parallel.shard(model, {"ids": IDS}, TensorGroup.of(dist.group.WORLD))
+    own, wrong = list(model.parameters()), []
+    for line, is_right in PENALTIES.items():
+        names = {"torch": torch, "nn": torch.nn, "p": own[1], "d": own[4], "ps": own}
+        loss = found(ids=IDS) + 0.01 * eval(line, names)
+        try:
+            loss.backward()
+            if not is_right:
+                wrong.append(line)
+                continue
+        except UsageError as error:
+            if is_right or "beside the model" not in str(error):
+                wrong.append(f"{line}: {error}")
+        if is_right:
+            (plain(IDS) + 0.01 * eval(line, names | {"p": plain.up.weight, "d": plain.down.bias})).backward()
+            for name, gradient in found.whole_gradients().items():
+                if not torch.allclose(gradient, plain.get_parameter(name).grad, rtol=1e-4, atol=1e-7):
+                    wrong.append(f"{line}: {name}")
+        found.zero_grad()
+        plain.zero_grad()
+    with pytest.raises(RuntimeError, match="in-place"):
+        own[1].mul_(2)
+    return wrong
+
+
+def test_penalties_of_slices_are_not_differentiated(tmp_path):
+    """Each rank had the gradient of its slice's norm, and a loss of its own."""
+    assert run_workers(differentiates, 2, tmp_path) == [[]] * 2

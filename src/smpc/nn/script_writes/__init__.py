@@ -6,6 +6,7 @@ slices        slices of tensor- and expert-parallel ranks: what one process writ
               rows                            what is known of a value: which rows it has, and of which it was computed
               collectives                     what a script's collectives leave of that
               sizes                           sizes that scripts read of them
+              penalties                       what is computed of them where gradients are recorded
               used, compared                  what else was used for a write, and what ranks compare of writes
 data_aliases  writes through `parameter.data`, which torch does not count
 callers       whose code calls

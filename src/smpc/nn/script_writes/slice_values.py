@@ -122,7 +122,7 @@ def answer(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, A
             _check_decision(args[0])
         if not computes(func):
             return known_result(name, func, args, named, func(*args, **named))
-        if _is_writing(name, named):
+        if is_writing(name, named):
             return _write(name, func, args, named)
         like = known(args[0]) if args and name.endswith("_like") and draws_by(name) else None
         drawn = (
@@ -181,7 +181,8 @@ def check_whole(tensor: Tensor, what: str = "weight.data = ...") -> None:
 # -- writes --------------------------------------------------------------------------------------------------------------------------------
 
 
-def _is_writing(name: str, kwargs: Mapping[str, Any]) -> bool:
+def is_writing(name: str, kwargs: Mapping[str, Any]) -> bool:
+    """Whether a function of torch's writes into what it is given."""
     is_in_place = name.endswith("_") and not name.endswith("__") and name != "requires_grad_"
     return (
         is_in_place

@@ -30,6 +30,7 @@ from smpc.nn.script_writes.classes import after_steps, between_steps
 from smpc.nn.script_writes.collectives import is_collective
 from smpc.nn.script_writes.compared import Writes
 from smpc.nn.script_writes.data_aliases import CountedParameter, assign_data, read_data
+from smpc.nn.script_writes.penalties import undifferentiated
 from smpc.nn.script_writes.rows import OfSlice, OfWhole, Ranks, computes, plain
 from smpc.nn.script_writes.sizes import WithSizes
 from smpc.nn.script_writes.slice_values import (
@@ -37,6 +38,7 @@ from smpc.nn.script_writes.slice_values import (
     answer,
     check_whole,
     communicate,
+    is_writing,
     known_result,
     note_write,
     told,
@@ -44,6 +46,7 @@ from smpc.nn.script_writes.slice_values import (
 
 _SLICE_OF = "_smpc_slice_of"  # of a parameter: its name, its place, and the dimension
 _TORCHS: Any = nn.Parameter
+_VIEWS = ("T", "mT", "H", "mH", "real", "imag")
 
 
 class SliceParameter(WithSizes, CountedParameter):
@@ -64,6 +67,8 @@ class SliceParameter(WithSizes, CountedParameter):
             return communicate(func, *tree_map(functools.partial(_alias, {}), (tuple(args), dict(kwargs or {}))))
         if is_recorded or name == "__get__" or not is_script():
             with torch._C.DisableTorchFunctionSubclass():
+                if is_recorded and is_script() and _reads_values(func, name, kwargs or {}):
+                    args, kwargs = tree_map(_looked_at, (tuple(args), dict(kwargs or {})))
                 return func(*args, **(kwargs or {}))
         if not computes(func):
             with torch._C.DisableTorchFunctionSubclass():
@@ -256,6 +261,19 @@ def _support() -> None:
         return torchs(cls, _ordinary(data, "nn.Parameter"), *args, **kwargs)
 
     nn.Parameter.__new__ = make  # type: ignore[method-assign]
+
+
+def _reads_values(func: Callable[..., Any], name: str, kwargs: Mapping[str, Any]) -> bool:
+    """Whether a function computes of what it is given, and leaves it as it is."""
+    if name == "__get__":
+        return getattr(func.__self__, "__name__", "") in _VIEWS  # type: ignore[attr-defined]
+    return computes(func) and not is_writing(name, kwargs)
+
+
+def _looked_at(value: Any) -> Any:
+    """What a script may compute of a parameter where gradients are recorded."""
+    of = vars(value).get(_SLICE_OF) if isinstance(value, SliceParameter) and value.requires_grad else None
+    return undifferentiated(value, of.name) if isinstance(of, _SliceOf) else value
 
 
 def _alias(seen: dict[int, Tensor], value: Any) -> Any:
