@@ -51,7 +51,7 @@ from smpc.executor.transport import Transport, loopback_transports
 from smpc.hooks_on_outputs import copied_outputs, without_gradient
 from smpc.nn.init.sliced_models import note_parts
 from smpc.nn.script_writes.classes import plain_parameters
-from smpc.nn.script_writes.compared import compare_scripts
+from smpc.nn.script_writes.compared import are_compared, compare_scripts
 from smpc.observe.observer import Observer, RankRecord, StepCallback, StepWatch, batch_of
 from smpc.observe.window import Window
 from smpc.optimizers.torch_patches import check_optimizers, refuse_norms, refuse_scaling
@@ -224,6 +224,7 @@ class Runtime:
         self._programs: list[RankPrograms] = []
         self._running: Interpreter | None = None
         self._kept: KeptParameters | None = None  # unless its environment is checked elsewhere
+        self._compares = False  # what scripts have written into slices
         self._name = f"runtime{next(_numbers)}"  # as on the other ranks, which make as many
         self._others = HalfTrained(model, rank) if checks_script else None
         if self._others is not None:
@@ -260,6 +261,7 @@ class Runtime:
         new = RankPrograms(
             self._model, compilation, self._rank, self._transport, self.device, self._hooks_for, has_generators=True
         )
+        self._compares = are_compared(self._model)
         if self._kept is None and compilation.environment is not None:
             self._kept = KeptParameters(self._model)  # the hooks may have replaced them
         number = len(self._programs) if program is None else program
@@ -303,7 +305,8 @@ class Runtime:
         with told, sliced, observer.step(() if observer.is_idle else _tensors_to_runtime(inputs)) as watch:
             if self._others is not None:
                 self._others.check_program(program)
-            compare_scripts(self._model)
+            if self._compares:
+                compare_scripts(self._model)
             if watch.is_wanted:
                 watch.program = program
                 with _watching_runtime(interpreter, watch, programs, training):

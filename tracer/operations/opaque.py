@@ -174,8 +174,6 @@ def _real_run(
 ) -> Probe:
     """One real run, with the first sizes of the inputs replaced as `first_sizes` says."""
     leaves, structure = flatten((args, kwargs))
-    saved: list[tuple[int, int]] = []
-    seen: dict[int, torch.UntypedStorage] = {}  # kept, as others would get the address of one that is let go of
     with torch._C.DisableTorchFunction(), unset_fake_temporarily(), torch.random.fork_rng():
         inputs = [values.input(leaf, first_sizes) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
         memo = {id(fake): values.state(state.originals[id(fake)]) for fake in (*module.parameters(), *module.buffers())}
@@ -186,26 +184,12 @@ def _real_run(
         owned = {t.untyped_storage()._cdata: count + i for i, t in enumerate(real_state)}
         positions = {t.untyped_storage()._cdata: i for i, t in enumerate(inputs) if isinstance(t, torch.Tensor)}
         written = _Written([*(t for t in inputs if isinstance(t, torch.Tensor)), *real_state])
-        reached, attributes, holding = _Reached(state), AttributeMemory(copied), dict[int, str]()
-        before = held(copied)
-
-        def note(tensor: torch.Tensor) -> torch.Tensor:
-            storage = tensor.untyped_storage()
-            if storage._cdata in owned:
-                reached.keep(storage._cdata)
-                return tensor
-            if path := attributes.at(tensor):
-                holding[storage._cdata] = path
-                reached.keep(storage._cdata)
-            if storage._cdata not in seen:
-                seen[storage._cdata] = storage
-                saved.append((positions.get(storage._cdata, -1), storage.nbytes()))
-            return tensor
-
+        reached, attributes, before = _Reached(state), AttributeMemory(copied), held(copied)
+        saved = _SavedTensors(owned, positions, reached, attributes)
         real_args, real_kwargs = structure.unflatten(inputs)
         meter.reset()
         generator = torch.get_rng_state()
-        with saved_tensors_hooks(note, lambda tensor: tensor), reached:
+        with saved_tensors_hooks(saved.note, lambda tensor: tensor), reached:
             output = copied(*real_args, **real_kwargs)
         meter.random |= not torch.equal(generator, torch.get_rng_state())  # the meter does not see other threads
         _check_types(module, real_state, types)
@@ -215,11 +199,11 @@ def _real_run(
         changed, found_written = attributes.written(), written.positions()
         left, is_changed = changes(before, held(copied)), are_changed((real_args, real_kwargs), inputs, structure)
     kept = list(dict.fromkeys(owned[storage] for storage in reached.kept() if storage in owned))
-    needed = list(dict.fromkeys(holding[storage] for storage in reached.kept() if storage in holding))
+    needed = list(dict.fromkeys(saved.holding[storage] for storage in reached.kept() if storage in saved.holding))
     return Probe(
         described,
         shape,
-        saved,
+        saved.found,
         found_written,
         kept,
         changed,
@@ -230,6 +214,37 @@ def _real_run(
         left,
         is_changed,
     )
+
+
+class _SavedTensors:
+    """What autograd keeps in a run: of each memory, once, which input it is (-1: none), and its bytes.
+
+    `owned`: the memory of parameters and buffers. `positions`: of inputs. `holding`: by memory, the attribute of the module that has it.
+    """
+
+    def __init__(
+        self, owned: Mapping[int, int], positions: Mapping[int, int], reached: _Reached, attributes: AttributeMemory
+    ) -> None:
+        self._owned, self._positions, self._reached, self._attributes = owned, positions, reached, attributes
+        self._seen: dict[
+            int, torch.UntypedStorage
+        ] = {}  # kept, as others would get the address of one that is let go of
+        self.found: list[tuple[int, int]] = []
+        self.holding: dict[int, str] = {}
+
+    def note(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Called by autograd for each tensor."""
+        storage = tensor.untyped_storage()
+        if storage._cdata in self._owned:
+            self._reached.keep(storage._cdata)
+            return tensor
+        if path := self._attributes.at(tensor):
+            self.holding[storage._cdata] = path
+            self._reached.keep(storage._cdata)
+        if storage._cdata not in self._seen:
+            self._seen[storage._cdata] = storage
+            self.found.append((self._positions.get(storage._cdata, -1), storage.nbytes()))
+        return tensor
 
 
 def _described_output(leaf: Any, same: Mapping[int, int]) -> Any:

@@ -112,6 +112,11 @@ def compare_scripts(model: nn.Module) -> None:
         _Comparison(group).check(_read([one for each in writes for one in each.take()]))
 
 
+def are_compared(model: nn.Module) -> bool:
+    """Whether `compare_scripts` does anything: this rank has slices."""
+    return len(_writes_in(model)) > 0
+
+
 def _writes_in(model: nn.Module) -> Sequence[tuple[TensorGroup, Sequence[Writes]]]:
     """By group, those of the model and of the modules in it."""
     if model not in _in_models:
