@@ -61,7 +61,10 @@ def scaled_steps(model, poisons):
         optimizer.zero_grad()
         scaler.scale(loss_of(model, step)).backward()
         if poisons and step == 1:
-            next(p for n, p in model.named_parameters() if n.endswith("up.weight")).grad.fill_(float("inf"))
+            with (
+                torch._C.DisableTorchFunctionSubclass()
+            ):  # as a kernel does: a script's own line would be an error in a slice
+                next(p for n, p in model.named_parameters() if n.endswith("up.weight")).grad.fill_(float("inf"))
         scaler.step(optimizer)
         scaler.update()
         scales.append(scaler.get_scale())

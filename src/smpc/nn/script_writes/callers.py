@@ -7,7 +7,8 @@ from types import FrameType
 
 from torch.overrides import handle_torch_function
 
-OWN = ("torch", "smpc")
+_OWN = ("torch", "smpc")
+_PROGRAMS = "<smpc stage "  # in names of their files
 # What scripts could have written themselves; of it, what is smpc's where ranks have slices.
 _TORCH_SCRIPTS, _CLIPPING = "torch.nn.utils.", "torch.nn.utils.clip_grad"
 
@@ -17,7 +18,12 @@ def is_script() -> bool:
     frame: FrameType | None = sys._getframe(2)
     if frame is not None and frame.f_code is handle_torch_function.__code__:
         frame = frame.f_back and frame.f_back.f_back  # a function of torch's that is written in Python asks by this
-    return frame is None or _module(frame) not in OWN or _is_script_of_torch(frame)
+    return frame is None or not is_own(frame) or _is_script_of_torch(frame)
+
+
+def is_own(frame: FrameType) -> bool:
+    """Whether its code is torch's, smpc's, or a program that smpc has written."""
+    return _module(frame) in _OWN or frame.f_code.co_filename.startswith(_PROGRAMS)
 
 
 def _is_script_of_torch(frame: FrameType) -> bool:
@@ -35,4 +41,4 @@ def is_script_beyond_torch() -> bool:
     frame: FrameType | None = sys._getframe(3)
     while frame is not None and _module(frame) == "torch":
         frame = frame.f_back
-    return frame is not None and _module(frame) not in OWN
+    return frame is not None and not is_own(frame)

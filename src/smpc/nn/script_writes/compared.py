@@ -29,7 +29,7 @@ from torch import nn
 
 from smpc.errors import UsageError
 from smpc.executor.collectives import TensorGroup, gathered
-from smpc.nn.script_writes.callers import OWN
+from smpc.nn.script_writes.callers import is_own
 from smpc.nn.script_writes.used import Used
 
 _MOST = 4096  # writes that are kept one by one
@@ -202,7 +202,7 @@ def _number(values: Sequence[Any]) -> int:
 
 def _line() -> str:
     frame: FrameType | None = sys._getframe(2)
-    while frame is not None and frame.f_globals.get("__name__", "").partition(".")[0] in OWN:
+    while frame is not None and is_own(frame):
         frame = frame.f_back
     return "the script" if frame is None else f"{frame.f_code.co_filename}:{frame.f_lineno}"
 
