@@ -37,7 +37,7 @@ from smpc.partitioner.costs.cost import (
 )
 from smpc.partitioner.costs.device import best_share
 from smpc.partitioner.problem import FloatArray
-from smpc.tracer.ir import NodeKind, Trace
+from smpc.tracer.ir import Node, NodeKind, Trace
 
 # By name: they copy or not as their input is laid out, which is another way for a slice of it.
 _LAYOUTS = frozenset(("contiguous", "flatten", "ravel", "reshape", "reshape_as", "unflatten", "view", "view_as"))
@@ -167,15 +167,16 @@ class _LeastTime:
     def __init__(self, trace: Trace, costs: CostModel) -> None:
         self._trace, self._costs, self._kernels = trace, costs, costs.kernels
         self._byte = 1.0 / (costs.memory_bandwidth * best_share(self._kernels.memory))
+        self._growing = _from_inputs(trace)
         self._known: dict[tuple[object, ...], tuple[FloatArray, int]] = {}  # the blocks of a model are mostly alike
 
     def of(self, item: CostedNode) -> tuple[FloatArray, int]:
         """Of forward and backward, [4, 2], the last of them launches; and bytes of the parameters that it reads."""
-        read = (self._trace.node(name) for name in item.node.inputs)
-        specs = [value.spec for value in read if value.kind is NodeKind.GET_ATTR and value.spec]
-        key = item.kind, *(spec.shape for spec in specs), *(spec.dtype for spec in specs)
+        fixed = [self._trace.node(name) for name in item.node.inputs if name not in self._growing]
+        shapes = (value.spec.shape for value in fixed if value.kind is NodeKind.GET_ATTR and value.spec)
+        weights = sum(map(self._num_bytes, fixed))
+        key = item.kind, weights, *shapes
         if key not in self._known:
-            weights = sum(spec.num_bytes for spec in specs)
             forward = *self.forward(item, weights), self.launch(item, is_backward=False)
             has_backward = item.num_gradients > 0
             backward = (
@@ -183,6 +184,16 @@ class _LeastTime:
             )
             self._known[key] = np.asarray([forward, backward], dtype=float).T, weights
         return self._known[key]
+
+    def _num_bytes(self, value: Node) -> int:
+        """Of a parameter, of a view of one, or of what else is the same for every microbatch."""
+        if value.spec is None:
+            return 0
+        return (
+            min(value.spec.num_bytes, self._trace.storages[value.storage])
+            if value.storage >= 0
+            else value.spec.num_bytes
+        )
 
     def forward(self, item: CostedNode, weights: int) -> tuple[float, float, float]:
         """Of the forward. `weights`: bytes of the parameters that it reads."""
@@ -225,7 +236,8 @@ class _LeastTime:
 
     def accumulated(self, weights: Mapping[str, int]) -> float:
         """To add all gradients of parameters to earlier ones."""
-        read = [name for item in costed_nodes(self._trace) if item.num_gradients for name in item.node.inputs]
+        known = (item for item in costed_nodes(self._trace) if item.num_gradients and item.node.bytes_moved)
+        read = [name for item in known for name in item.node.inputs]
         return self._costs.accumulated * 3 * sum(weights.get(name, 0) for name in read) * self._byte
 
     def _measured(self, item: CostedNode, *, is_backward: bool) -> float | None:

@@ -84,6 +84,28 @@ def test_no_other_microbatch_takes_less(name):
     assert max(ratios) > 0.7  # or it says nothing
 
 
+class Transposed(torch.nn.Module):
+    """Reads its parameter through a view."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.zeros(512, 512))
+
+    def forward(self, x):
+        return (x @ self.weight.T).sum()
+
+
+def test_a_parameter_that_is_read_through_a_view_does_not_grow_with_the_microbatch():
+    found = Workloads(Transposed(), ((torch.zeros(64, 512),), {}), find_device("h100"), ())
+    for device in ("h100", "cpu"):
+        for accumulated in (0.0, 0.5):
+            costs = replace(PipelineOptions(1, device=find_device(device)).cost_model, accumulated=accumulated)
+            least = least_times(found.traced(Load(1)).trace, costs)
+            for size in (1, 64):
+                times = node_times(found.traced(Load(size)).trace, costs)
+                assert least.of(size) <= float((times.forward + times.backward).sum()) * (1 + SAME), (device, size)
+
+
 def test_more_ranks_that_divide_experts_send_as_much_at_least():
     """So a search makes its bounds of the fewest that divide them."""
     ids = torch.zeros(8, 64, dtype=torch.int64)
