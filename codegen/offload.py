@@ -46,6 +46,8 @@ from smpc.partitioner.memory.peak import Resident
 _TASKS = (Op.FORWARD, Op.BACKWARD, Op.WEIGHT)
 _SENDS = (Op.SEND, Op.SEND_GRAD)
 Key = tuple[int, int]  # stage, microbatch
+_Now = tuple[int, int, bool]
+_BesideParts = tuple[int, int, bool, tuple[tuple[int, _Now], ...], HeldMessages | None]
 
 
 def insert_offloads(
@@ -90,29 +92,47 @@ def action_uses(
     `messages`: of ranks with several stages, by action.
     """
     kinds = (Op.FORWARD, Op.BACKWARD, Op.WEIGHT, None)  # None: a backward in one part
-    counts: list[dict[Op | None, set[Beside]]] = [{kind: set() for kind in kinds} for _ in range(num_stages)]
+    found: list[dict[Op | None, set[_BesideParts]]] = [{kind: set() for kind in kinds} for _ in range(num_stages)]
     is_plain = True
     for rank, actions in enumerate(schedule):
-        held = (messages or {}).get(rank)
         split, own = split_backwards(actions), sorted({action.stage for action in actions})
         is_plain = is_plain and not split and len(own) < 2
-        now = {stage: Beside(0, 0, False) for stage in own}
-        for number, action in enumerate(actions):
-            stage, op = action.stage, action.op
-            waiting, deferred, has_gradients = now[stage][:3]
-            is_split = (stage, action.microbatch) in split
-            beside = Beside(waiting - (op is Op.BACKWARD), deferred - (op is Op.WEIGHT), has_gradients)
-            others = tuple((other, now[other]) for other in own if other != stage)
-            kind = None if op is Op.BACKWARD and not is_split else op
-            counts[stage][kind].add(beside._replace(others=others, messages=None if held is None else held[number]))
-            now[stage] = Beside(
-                beside.waiting + (op is Op.FORWARD),
-                beside.deferred + (op is Op.BACKWARD and is_split),
-                has_gradients or op is Op.WEIGHT or kind is None,
-            )
+        _note_uses(actions, split, own, (messages or {}).get(rank), found)
     if is_plain:
         return None
-    return tuple(ActionUse(*(tuple(sorted(found[kind])) for kind in kinds)) for found in counts)
+    return tuple(ActionUse(*(tuple(sorted(map(_beside, each[kind]))) for kind in kinds)) for each in found)
+
+
+def _note_uses(
+    actions: Sequence[Action],
+    split: Collection[Key],
+    own: Sequence[int],
+    held: Sequence[HeldMessages] | None,
+    found: Sequence[Mapping[Op | None, set[_BesideParts]]],
+) -> None:
+    """What there is beside the actions of a rank with these stages, as plain tuples: most of a long schedule are the same again."""
+    now = dict.fromkeys(own, (0, 0, False))
+    rest = {stage: [other for other in own if other != stage] for stage in own}
+    for number, action in enumerate(actions):
+        stage, op = action.stage, action.op
+        waiting, deferred, has_gradients = now[stage]
+        is_forward, is_backward, is_weight = op is Op.FORWARD, op is Op.BACKWARD, op is Op.WEIGHT
+        is_split = is_backward and (stage, action.microbatch) in split
+        is_whole = is_backward and not is_split
+        others = tuple([(other, now[other]) for other in rest[stage]])
+        message = None if held is None else held[number]
+        beside = waiting - is_backward, deferred - is_weight, has_gradients, others, message
+        found[stage][None if is_whole else op].add(beside)
+        now[stage] = (
+            waiting - is_backward + is_forward,
+            deferred - is_weight + is_split,
+            has_gradients or is_weight or is_whole,
+        )
+
+
+def _beside(parts: _BesideParts) -> Beside:
+    waiting, deferred, has_gradients, others, message = parts
+    return Beside(waiting, deferred, has_gradients, tuple([(stage, Beside(*now)) for stage, now in others]), message)
 
 
 def moves(tasks: Sequence[Action | Instruction], horizon: int) -> Mapping[int, Sequence[tuple[Op, Key]]]:
