@@ -34,6 +34,7 @@ Example: forward 1, copies of 3, horizon 1, `F0 OFFLOAD0 F1 RELEASE0 F2`: F1 end
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter, defaultdict
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -46,8 +47,7 @@ from smpc.partitioner.memory.peak import Resident
 _TASKS = (Op.FORWARD, Op.BACKWARD, Op.WEIGHT)
 _SENDS = (Op.SEND, Op.SEND_GRAD)
 Key = tuple[int, int]  # stage, microbatch
-_Now = tuple[int, int, bool]
-_BesideParts = tuple[int, int, bool, tuple[tuple[int, _Now], ...], HeldMessages | None]
+_BesideParts = tuple[int, int, bool, tuple[tuple[int, Beside], ...], HeldMessages | None]
 
 
 def insert_offloads(
@@ -100,7 +100,7 @@ def action_uses(
         _note_uses(actions, split, own, (messages or {}).get(rank), found)
     if is_plain:
         return None
-    return tuple(ActionUse(*(tuple(sorted(map(_beside, each[kind]))) for kind in kinds)) for each in found)
+    return tuple(ActionUse(*(tuple(sorted(itertools.starmap(Beside, each[kind]))) for kind in kinds)) for each in found)
 
 
 def _note_uses(
@@ -110,29 +110,28 @@ def _note_uses(
     held: Sequence[HeldMessages] | None,
     found: Sequence[Mapping[Op | None, set[_BesideParts]]],
 ) -> None:
-    """What there is beside the actions of a rank with these stages, as plain tuples: most of a long schedule are the same again."""
-    now = dict.fromkeys(own, (0, 0, False))
-    rest = {stage: [other for other in own if other != stage] for stage in own}
+    """What there is beside the actions of a rank with these stages, as plain tuples: most of a long schedule is the same again."""
+    known: dict[tuple[int, int, bool], Beside] = {}
+    now = dict.fromkeys(own, Beside(0, 0, False))
     for number, action in enumerate(actions):
         stage, op = action.stage, action.op
-        waiting, deferred, has_gradients = now[stage]
+        waiting, deferred, has_gradients, *_ = now[stage]
         is_forward, is_backward, is_weight = op is Op.FORWARD, op is Op.BACKWARD, op is Op.WEIGHT
         is_split = is_backward and (stage, action.microbatch) in split
         is_whole = is_backward and not is_split
-        others = tuple([(other, now[other]) for other in rest[stage]])
-        message = None if held is None else held[number]
-        beside = waiting - is_backward, deferred - is_weight, has_gradients, others, message
-        found[stage][None if is_whole else op].add(beside)
-        now[stage] = (
-            waiting - is_backward + is_forward,
-            deferred - is_weight + is_split,
-            has_gradients or is_weight or is_whole,
+        others = tuple([(other, now[other]) for other in own if other != stage])
+        beside = (
+            waiting - is_backward,
+            deferred - is_weight,
+            has_gradients,
+            others,
+            None if held is None else held[number],
         )
-
-
-def _beside(parts: _BesideParts) -> Beside:
-    waiting, deferred, has_gradients, others, message = parts
-    return Beside(waiting, deferred, has_gradients, tuple([(stage, Beside(*now)) for stage, now in others]), message)
+        found[stage][None if is_whole else op].add(beside)
+        after = beside[0] + is_forward, beside[1] + is_split, has_gradients or is_weight or is_whole
+        if after not in known:
+            known[after] = Beside(*after)
+        now[stage] = known[after]
 
 
 def moves(tasks: Sequence[Action | Instruction], horizon: int) -> Mapping[int, Sequence[tuple[Op, Key]]]:
