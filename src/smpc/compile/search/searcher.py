@@ -16,6 +16,8 @@ what looks best to what looks worst, by a guess (`smpc.compile.search.estimate`)
     candidate   a shape that looked best is recorded and rewritten (`workloads`), and is in the queue once for each way to train it
     plan        a candidate that looks best is planned as its best contiguous cut for balanced computation (`memory_weight` 0)
 
+Of many shapes, those of the smallest microbatch come first, which is recorded: until there is a plan, nothing else is looked at.
+
 A shape or candidate whose lower bound is above 99% of the best step, or whose bound on the peak exceeds the limit, is left alone. A cut
 that breaks the limit is a bound itself, for a limit makes none faster: it is cut within the limit when its turn comes again. What
 differs from a planned candidate in its schedule alone is not planned if it is slower with the same cut. The search ends when nothing is
