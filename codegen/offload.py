@@ -34,6 +34,7 @@ Example: forward 1, copies of 3, horizon 1, `F0 OFFLOAD0 F1 RELEASE0 F2`: F1 end
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter, defaultdict
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -46,6 +47,7 @@ from smpc.partitioner.memory.peak import Resident
 _TASKS = (Op.FORWARD, Op.BACKWARD, Op.WEIGHT)
 _SENDS = (Op.SEND, Op.SEND_GRAD)
 Key = tuple[int, int]  # stage, microbatch
+_BesideParts = tuple[int, int, bool, tuple[tuple[int, Beside], ...], HeldMessages | None]
 
 
 def insert_offloads(
@@ -90,29 +92,46 @@ def action_uses(
     `messages`: of ranks with several stages, by action.
     """
     kinds = (Op.FORWARD, Op.BACKWARD, Op.WEIGHT, None)  # None: a backward in one part
-    counts: list[dict[Op | None, set[Beside]]] = [{kind: set() for kind in kinds} for _ in range(num_stages)]
+    found: list[dict[Op | None, set[_BesideParts]]] = [{kind: set() for kind in kinds} for _ in range(num_stages)]
     is_plain = True
     for rank, actions in enumerate(schedule):
-        held = (messages or {}).get(rank)
         split, own = split_backwards(actions), sorted({action.stage for action in actions})
         is_plain = is_plain and not split and len(own) < 2
-        now = {stage: Beside(0, 0, False) for stage in own}
-        for number, action in enumerate(actions):
-            stage, op = action.stage, action.op
-            waiting, deferred, has_gradients = now[stage][:3]
-            is_split = (stage, action.microbatch) in split
-            beside = Beside(waiting - (op is Op.BACKWARD), deferred - (op is Op.WEIGHT), has_gradients)
-            others = tuple((other, now[other]) for other in own if other != stage)
-            kind = None if op is Op.BACKWARD and not is_split else op
-            counts[stage][kind].add(beside._replace(others=others, messages=None if held is None else held[number]))
-            now[stage] = Beside(
-                beside.waiting + (op is Op.FORWARD),
-                beside.deferred + (op is Op.BACKWARD and is_split),
-                has_gradients or op is Op.WEIGHT or kind is None,
-            )
+        _note_uses(actions, split, own, (messages or {}).get(rank), found)
     if is_plain:
         return None
-    return tuple(ActionUse(*(tuple(sorted(found[kind])) for kind in kinds)) for found in counts)
+    return tuple(ActionUse(*(tuple(sorted(itertools.starmap(Beside, each[kind]))) for kind in kinds)) for each in found)
+
+
+def _note_uses(
+    actions: Sequence[Action],
+    split: Collection[Key],
+    own: Sequence[int],
+    held: Sequence[HeldMessages] | None,
+    found: Sequence[Mapping[Op | None, set[_BesideParts]]],
+) -> None:
+    """What there is beside the actions of a rank with these stages, as plain tuples: most of a long schedule is the same again."""
+    known: dict[tuple[int, int, bool], Beside] = {}
+    now = dict.fromkeys(own, Beside(0, 0, False))
+    for number, action in enumerate(actions):
+        stage, op = action.stage, action.op
+        waiting, deferred, has_gradients, *_ = now[stage]
+        is_forward, is_backward, is_weight = op is Op.FORWARD, op is Op.BACKWARD, op is Op.WEIGHT
+        is_split = is_backward and (stage, action.microbatch) in split
+        is_whole = is_backward and not is_split
+        others = tuple([(other, now[other]) for other in own if other != stage])
+        beside = (
+            waiting - is_backward,
+            deferred - is_weight,
+            has_gradients,
+            others,
+            None if held is None else held[number],
+        )
+        found[stage][None if is_whole else op].add(beside)
+        after = beside[0] + is_forward, beside[1] + is_split, has_gradients or is_weight or is_whole
+        if after not in known:
+            known[after] = Beside(*after)
+        now[stage] = known[after]
 
 
 def moves(tasks: Sequence[Action | Instruction], horizon: int) -> Mapping[int, Sequence[tuple[Op, Key]]]:

@@ -7,15 +7,18 @@ each of these by their number at best. So an operation takes at least
     a   its FLOPs and activations          at the best rate that kernels reach at any size: small ones are slower
     b   its parameters                     read where it has no FLOPs, and written as gradients
 
-and, where nothing is rewritten (t = c = 1), the launch of a kernel. What does not depend on the batch counts for nothing, for it may
-be computed once; nor does what no output is made from, nor what modules that are called whole do, but for their FLOPs.
+and the launch of a kernel. Of ranks that share a microbatch that counts for what has a gradient and is no copy into another layout: these
+ranks have such operations too, while others may be left out, or be views of a slice. What does not depend on the batch counts for nothing,
+for it may be computed once; nor does what no output is made from, nor what modules that are called whole do, but for their FLOPs.
+
+A microbatch passes one stage after the other. So a step takes at least the longest chain of operations that wait for each other, forward
+and backward, however many stages there are: `LeastTimes.path`.
 """
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -30,10 +33,14 @@ from smpc.partitioner.costs.cost import (
     name_of,
     product_of,
     weight_gradient_bytes,
+    weight_times,
 )
 from smpc.partitioner.costs.device import best_share
 from smpc.partitioner.problem import FloatArray
-from smpc.tracer.ir import NodeKind, Trace
+from smpc.tracer.ir import Node, NodeKind, Trace
+
+# By name: they copy or not as their input is laid out, which is another way for a slice of it.
+_LAYOUTS = frozenset(("contiguous", "flatten", "ravel", "reshape", "reshape_as", "unflatten", "view", "view_as"))
 
 
 @dataclass(frozen=True, eq=False)
@@ -44,33 +51,53 @@ class LeastTimes:
     activations: FloatArray  # [2, n] that are read or written, not while the operation computes
     parameters: FloatArray  # [2, n]
     launches: FloatArray  # [2, n] however small the microbatch is
+    lasting: FloatArray  # [2, n] of these, what is there whatever ranks share
+    chains: FloatArray  # [2, 2, n] what counts of `path`, forward and backward; the second, of backwards in two parts
     accumulated: float = 0.0  # to add gradients to those of earlier microbatches, on top
     products: float = 0.0  # launches of products with parameters, which are there whatever ranks share
     exchanged: float = 0.0  # for the bytes of collectives, which grow with the microbatch
     is_fused: bool = False  # attention is one operation
+    _known: dict[tuple[float, ...], tuple[float, float, float]] = field(default_factory=dict)
 
     def of(self, times: float, tensor: int = 1, context: int = 1, expert: int = 1) -> float:
         """Seconds of a microbatch of so many times the size, shared by ranks that it is not shared by yet.
 
         Where attention is made of several operations, context-parallel ranks may have it as one: FLOPs alone count.
         """
-        shared = times / tensor / context
-        added = self.accumulated / tensor / expert + self.exchanged * shared
-        if tensor == context == expert == 1:
-            each = (self.flops + self.activations) * times + self.parameters
-            return float(np.maximum(self.launches, each).sum()) + added
-        flops, activations, parameters = self._sums
-        grows = flops + activations if self.is_fused or context == 1 else flops
-        return max(self.products, grows * shared + parameters / tensor / expert) + added
+        added = self.accumulated / tensor / expert + self.exchanged * times / tensor / context
+        return self._found(times, tensor, context, expert)[0] + added
 
-    @functools.cached_property
-    def _sums(self) -> tuple[float, float, float]:
-        return float(self.flops.sum()), float(self.activations.sum()), float(self.parameters.sum())
+    def path(
+        self, times: float, tensor: int = 1, context: int = 1, expert: int = 1, *, is_split: bool = False
+    ) -> float:
+        """Of these, seconds of the longest chain of operations that wait for each other; `is_split`: backwards for inputs alone."""
+        return self._found(times, tensor, context, expert)[1 + is_split]
+
+    def _found(self, times: float, tensor: int, context: int, expert: int) -> tuple[float, float, float]:
+        """Seconds of all operations, and of both chains."""
+        key = times, tensor, context, expert
+        if key not in self._known:
+            each = self._each(times, tensor, context, expert)
+            whole = max(self.products, float(each.sum()))
+            chain, split = (float((each * counted).sum()) for counted in self.chains)
+            self._known[key] = whole, chain, split
+        return self._known[key]
+
+    def _each(self, times: float, tensor: int, context: int, expert: int) -> FloatArray:
+        """Seconds of each operation."""
+        shared = times / tensor / context
+        if context > 1 and not self.is_fused:
+            return self.flops * shared + self.parameters / tensor / expert
+        each = (self.flops + self.activations) * shared + self.parameters / tensor / expert
+        if expert > 1:  # ranks that divide experts may call them whole
+            return each
+        found: FloatArray = np.maximum(self.launches if tensor == context == 1 else self.lasting, each)
+        return found
 
 
 def least_times(trace: Trace, costs: CostModel) -> LeastTimes:
     """Of a recorded microbatch."""
-    flops, activations, parameters, launches = np.zeros((4, 2, len(trace.nodes)))
+    flops, activations, parameters, launches, lasting = np.zeros((5, 2, len(trace.nodes)))
     counted = grows_with_batch(trace)
     of_costs, products, is_fused = _LeastTime(trace, costs), 0.0, False
     for item in costed_nodes(trace):
@@ -78,18 +105,37 @@ def least_times(trace: Trace, costs: CostModel) -> LeastTimes:
         if node.name not in counted:
             continue
         has_backward = item.num_gradients > 0
-        read = [trace.node(name) for name in node.inputs]
-        weights = sum(value.spec.num_bytes for value in read if value.kind is NodeKind.GET_ATTR and value.spec)
-        flops[0, i], activations[0, i], parameters[0, i] = of_costs.forward(item, weights)
-        launches[0, i] = of_costs.launch(item, is_backward=False)
-        if has_backward:
-            flops[1, i], activations[1, i], parameters[1, i] = of_costs.backward(item, weights)
-            launches[1, i] = of_costs.launch(item, is_backward=True)
+        (flops[:, i], activations[:, i], parameters[:, i], launches[:, i]), weights = of_costs.of(item)
+        if has_backward and node.bytes_moved and name_of(node) not in _LAYOUTS:
+            lasting[:, i] = launches[:, i]
         if node.flops and weights:
             products += (1 + has_backward) * costs.kernels.launch
         is_fused = is_fused or is_attention(node)
     added = of_costs.accumulated(weight_gradient_bytes(trace, costs)) if costs.accumulated else 0.0
-    return LeastTimes(flops, activations, parameters, launches, added, products, 0.0, is_fused)
+    chains = _chains(trace, np.maximum(launches, flops + activations + parameters))
+    return LeastTimes(flops, activations, parameters, launches, lasting, chains, added, products, 0.0, is_fused)
+
+
+def _chains(trace: Trace, seconds: FloatArray) -> FloatArray:
+    """What counts of the longest chain, [2, 2, n]: whole backwards, and those without what may be done later."""
+    sooner = np.stack([np.ones(len(trace.nodes)), 1.0 - weight_times(trace, np.ones(len(trace.nodes)), ())])
+    whole = _longest_chain(trace, seconds.sum(axis=0))
+    split = _longest_chain(trace, (seconds * sooner).sum(axis=0))
+    return np.stack([np.stack([whole, whole]), sooner * split])
+
+
+def _longest_chain(trace: Trace, seconds: FloatArray) -> FloatArray:
+    """1 for the nodes of the longest chain that leads to an output, 0 for others."""
+    until: dict[str, float] = {}
+    before: dict[str, str] = {}
+    for node, own in zip(trace.nodes, seconds.tolist(), strict=True):
+        latest = max(node.inputs, key=lambda name: until[name], default="")
+        before[node.name], until[node.name] = latest, own + until.get(latest, 0.0)
+    found, name = np.zeros(len(trace.nodes)), max(trace.output_names, key=lambda name: until[name], default="")
+    while name:
+        found[trace.position(name)] = 1.0
+        name = before[name]
+    return found
 
 
 def grows_with_batch(trace: Trace) -> set[str]:
@@ -116,11 +162,38 @@ def _to_outputs(trace: Trace) -> set[str]:
 
 
 class _LeastTime:
-    """Seconds of one node: (FLOPs, activations, parameters), see `smpc.partitioner.costs.cost` for what it has to do."""
+    """Seconds of a node: (FLOPs, activations, parameters), see `smpc.partitioner.costs.cost` for what it has to do."""
 
     def __init__(self, trace: Trace, costs: CostModel) -> None:
         self._trace, self._costs, self._kernels = trace, costs, costs.kernels
         self._byte = 1.0 / (costs.memory_bandwidth * best_share(self._kernels.memory))
+        self._growing = _from_inputs(trace)
+        self._known: dict[tuple[object, ...], tuple[FloatArray, int]] = {}  # the blocks of a model are mostly alike
+
+    def of(self, item: CostedNode) -> tuple[FloatArray, int]:
+        """Of forward and backward, [4, 2], the last of them launches; and bytes of the parameters that it reads."""
+        fixed = [self._trace.node(name) for name in item.node.inputs if name not in self._growing]
+        shapes = (value.spec.shape for value in fixed if value.kind is NodeKind.GET_ATTR and value.spec)
+        weights = sum(map(self._num_bytes, fixed))
+        key = item.kind, weights, *shapes
+        if key not in self._known:
+            forward = *self.forward(item, weights), self.launch(item, is_backward=False)
+            has_backward = item.num_gradients > 0
+            backward = (
+                (*self.backward(item, weights), self.launch(item, is_backward=True)) if has_backward else (0,) * 4
+            )
+            self._known[key] = np.asarray([forward, backward], dtype=float).T, weights
+        return self._known[key]
+
+    def _num_bytes(self, value: Node) -> int:
+        """Of a parameter, of a view of one, or of what else is the same for every microbatch."""
+        if value.spec is None:
+            return 0
+        return (
+            min(value.spec.num_bytes, self._trace.storages[value.storage])
+            if value.storage >= 0
+            else value.spec.num_bytes
+        )
 
     def forward(self, item: CostedNode, weights: int) -> tuple[float, float, float]:
         """Of the forward. `weights`: bytes of the parameters that it reads."""
@@ -163,7 +236,8 @@ class _LeastTime:
 
     def accumulated(self, weights: Mapping[str, int]) -> float:
         """To add all gradients of parameters to earlier ones."""
-        read = [name for item in costed_nodes(self._trace) if item.num_gradients for name in item.node.inputs]
+        known = (item for item in costed_nodes(self._trace) if item.num_gradients and item.node.bytes_moved)
+        read = [name for item in known for name in item.node.inputs]
         return self._costs.accumulated * 3 * sum(weights.get(name, 0) for name in read) * self._byte
 
     def _measured(self, item: CostedNode, *, is_backward: bool) -> float | None:

@@ -86,11 +86,12 @@ def traced_units(
         name = "" if len(around) > 1 else around.pop()
         held.setdefault((name, trace.state[i].name in apart), []).append(i)
     total = sum(trace.state[i].spec.num_elements for i in parameters)
+    calls = [position for position in positions if trace.nodes[position].kind is NodeKind.CALL_MODULE]
     found = []
     for (name, is_apart), own in held.items():
         first, last = blocks.get(name, whole)
         if is_apart:
-            first, last = _span_of_experts(trace, own, positions) or (first, last)
+            first, last = _span_of_experts(trace, own, calls) or (first, last)
         largest = max(trace.state[i].spec.num_elements for i in own)
         found.append(TracedUnit(name, first, last, tuple(own), keep_of(largest, total, *limits), is_apart))
     return sorted(
@@ -98,16 +99,15 @@ def traced_units(
     )
 
 
-def _span_of_experts(trace: Trace, state: Sequence[int], positions: Sequence[int]) -> tuple[int, int] | None:
-    """The first and the last of the modules with these parameters that are called whole; None: none is."""
-    names = tuple(name for i in state for name in trace.state[i].names)
-    nodes = [(position, trace.nodes[position]) for position in positions]
-    calls = [
-        position
-        for position, node in nodes
-        if node.kind is NodeKind.CALL_MODULE and any(name.startswith(f"{node.target}.") for name in names)
-    ]
-    return (min(calls), max(calls)) if calls else None
+def _span_of_experts(trace: Trace, state: Sequence[int], calls: Sequence[int]) -> tuple[int, int] | None:
+    """The first and the last of the modules with these parameters that are called whole; None: none is. `calls`: of all such modules."""
+    modules = {name[:end] for i in state for name in trace.state[i].names for end in _dots(name)}
+    found = [position for position in calls if trace.nodes[position].target in modules]
+    return (min(found), max(found)) if found else None
+
+
+def _dots(name: str) -> list[int]:
+    return [end for end, letter in enumerate(name) if letter == "."]
 
 
 @dataclass

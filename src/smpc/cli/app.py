@@ -14,6 +14,7 @@ import contextlib
 import errno
 import gc
 import io
+import itertools
 import os
 import sys
 import tempfile
@@ -75,10 +76,12 @@ def _end_of_app(status: int) -> None:
         return  # another Python, or one that is measured, ends in its own way
     wait()
     call()
-    objects = gc.get_objects()
-    classes = {id(type(each)): type(each) for each in objects}  # few, of many objects
+    objects = gc.get_objects()  # a million
+    kinds = list(map(type, objects))
+    classes = dict(zip(map(id, kinds), kinds, strict=True))  # few
     files = {number for number, kind in classes.items() if _is_file(kind)}
-    for each in [each for each in objects if id(type(each)) in files]:  # a model's own code may have left them open
+    open_files = itertools.compress(objects, map(files.__contains__, map(id, kinds)))
+    for each in list(open_files):  # a model's own code may have left them open
         with contextlib.suppress(OSError, ValueError):
             if issubclass(type(each), io.IOBase):
                 each.flush()

@@ -200,8 +200,10 @@ def test_a_small_microbatch_bounds_larger_ones_and_those_that_ranks_share(everyt
     trace = record(model, (batch[:1],))
     for candidate, chosen, *_, seconds, _ in everything:
         least = least_times(trace, chosen.cost_model)
-        one = least.of(candidate.microbatch_size, candidate.tensor_parallel_degree)
+        shared = candidate.microbatch_size, candidate.tensor_parallel_degree
+        one, path = least.of(*shared), least.path(*shared, is_split=candidate.schedule.startswith("zb"))
         assert one * candidate.microbatches / candidate.pipeline_parallel_degree <= seconds * (1 + 1e-9), candidate
+        assert path <= seconds * (1 + 1e-9), candidate
 
 
 def test_the_best_is_the_best_of_all(free, everything):

@@ -11,7 +11,7 @@ import transformers
 from smpc.codegen.rewrite.outputs import keep_outputs
 from smpc.compile import PipelineOptions, Traced
 from smpc.compile.search.workloads import Load, Workloads
-from smpc.partitioner.costs.cost import node_times
+from smpc.partitioner.costs.cost import node_times, weight_times
 from smpc.partitioner.costs.device_file import find_device
 from smpc.partitioner.costs.least_times import least_times
 
@@ -47,6 +47,16 @@ def loads(is_mixture):
                 yield Load(size, tensor, context, expert)
 
 
+def longest_chain(trace, times, *, is_split):
+    """Seconds of the longest chain of nodes, tried from each to each; `is_split`: without what backwards may do later."""
+    later = weight_times(trace, times.backward, ()) if is_split else 0.0
+    own = dict(zip((node.name for node in trace.nodes), times.forward + times.backward - later, strict=True))
+    until = {}
+    for node in trace.nodes:
+        until[node.name] = own[node.name] + max((until[name] for name in node.inputs), default=0.0)
+    return max(until.values())
+
+
 @pytest.mark.parametrize("name", MODELS)
 def test_no_other_microbatch_takes_less(name):
     ids = torch.zeros(8, 64, dtype=torch.int64)
@@ -63,11 +73,37 @@ def test_no_other_microbatch_takes_less(name):
                 times = node_times(own.trace, costs)
                 seconds = float((times.forward + times.backward).sum())
                 first = base if outputs is None else keep_outputs(base, outputs)
-                bound = least_times(first, costs).of(load.size, load.tensor, load.context, load.expert)
+                least = least_times(first, costs)
+                bound = least.of(load.size, load.tensor, load.context, load.expert)
                 assert bound <= seconds * (1 + SAME), (load, device)
                 assert least_times(own.trace, costs).of(1.0) <= seconds * (1 + 1e-9), (load, device)
                 ratios.append(bound / seconds)
+                for is_split in (False, True):
+                    path = least.path(load.size, load.tensor, load.context, load.expert, is_split=is_split)
+                    assert 0.0 < path <= longest_chain(own.trace, times, is_split=is_split) * (1 + SAME), (load, device)
     assert max(ratios) > 0.7  # or it says nothing
+
+
+class Transposed(torch.nn.Module):
+    """Reads its parameter through a view."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.zeros(512, 512))
+
+    def forward(self, x):
+        return (x @ self.weight.T).sum()
+
+
+def test_a_parameter_that_is_read_through_a_view_does_not_grow_with_the_microbatch():
+    found = Workloads(Transposed(), ((torch.zeros(64, 512),), {}), find_device("h100"), ())
+    for device in ("h100", "cpu"):
+        for accumulated in (0.0, 0.5):
+            costs = replace(PipelineOptions(1, device=find_device(device)).cost_model, accumulated=accumulated)
+            least = least_times(found.traced(Load(1)).trace, costs)
+            for size in (1, 64):
+                times = node_times(found.traced(Load(size)).trace, costs)
+                assert least.of(size) <= float((times.forward + times.backward).sum()) * (1 + SAME), (device, size)
 
 
 def test_more_ranks_that_divide_experts_send_as_much_at_least():

@@ -50,7 +50,6 @@ from smpc.compile.search.space import (
     offloading,
     schedules,
     shardings,
-    ways,
     wire,
 )
 from smpc.compile.search.workloads import Load, Workloads
@@ -92,7 +91,7 @@ class Forecast:
         default_factory=dict
     )  # by how many ranks share the experts
     _guesses: dict[tuple[Shape, Load | None, bool], EstimatedSample] = field(default_factory=dict)
-    _schedules: dict[tuple[int, int], int] = field(default_factory=dict)  # how many, by ranks and microbatches
+    _known_schedules: dict[tuple[int, int], tuple[tuple[str, int], ...]] = field(default_factory=dict)
 
     @classmethod
     def of(cls, setting: Setting, loads: Workloads, size: int) -> Forecast:
@@ -128,7 +127,8 @@ class Forecast:
     def least(self, shape: Shape) -> tuple[float, int]:
         """Seconds and bytes that no candidate of a shape is below, by what is known of its microbatches."""
         place = self.place(shape)
-        pipeline = shape.microbatches * self._least(shape) / shape.pipeline_parallel_degree
+        whole, path = self._least(shape)
+        pipeline = max(shape.microbatches * whole / shape.pipeline_parallel_degree, path)
         state, experts = self._state(shape.expert_parallel_degree)
         split = shape.tensor_parallel_degree * shape.pipeline_parallel_degree
         kinds = shardings(shape, self.tried.sharding)
@@ -155,17 +155,24 @@ class Forecast:
             self._states[degree] = EstimatedState.joined(whole.without(part), share), share
         return self._states[degree]
 
-    def _least(self, shape: Shape) -> float:
-        """Seconds of one of its microbatches at least: by what it is, if that is known, else by the smallest of one rank with its experts.
+    def _least(self, shape: Shape) -> tuple[float, float]:
+        """Seconds of one of its microbatches at least, and of its longest chain: by what it is, if that is known, else by the smallest of
+        one rank with its experts.
 
         Not by another size for as many ranks: these may share out more of a larger one.
         """
         load = Load.of(shape)
         if isinstance(self.loads.known.get(load), Traced):
-            return self._least_times(load, shape).of(1.0)
-        base = self._base_of(load.expert)
-        expert = load.expert // base.expert
-        return self._least_times(base, shape).of(load.size / base.size, load.tensor, load.context, expert)
+            least, amount = self._least_times(load, shape), (1.0, 1, 1, 1)
+        else:
+            base = self._base_of(load.expert)
+            least = self._least_times(base, shape)
+            amount = load.size / base.size, load.tensor, load.context, load.expert // base.expert
+        return least.of(*amount), least.path(*amount, is_split=self._may_split(shape))
+
+    def _may_split(self, shape: Shape) -> bool:
+        """Whether a candidate of a shape has backwards in two parts."""
+        return any(name.startswith("zb") for name, _ in self._schedules(shape))
 
     def _base_of(self, expert: int) -> Load:
         """The smallest microbatch of one rank, or of the fewest ranks that divide experts: more of them send as much at least."""
@@ -233,15 +240,18 @@ class Forecast:
 
     def num_ways(self, shape: Shape) -> int:
         """Candidates of a shape."""
-        key = shape.pipeline_parallel_degree, shape.microbatches  # the schedules that there are depend on nothing else
-        if key not in self._schedules:
-            once = replace(self.tried, again=("model",), sharding=(Sharding.NONE,))
-            self._schedules[key] = sum(1 for _ in ways(shape, once))
-        return self._schedules[key] * len(shardings(shape, self.tried.sharding)) * len(self.tried.again)
+        return len(self._schedules(shape)) * len(shardings(shape, self.tried.sharding)) * len(self.tried.again)
+
+    def _schedules(self, shape: Shape) -> tuple[tuple[str, int], ...]:
+        """Those of a shape, which depend on its ranks and microbatches alone."""
+        key = shape.pipeline_parallel_degree, shape.microbatches
+        if key not in self._known_schedules:
+            self._known_schedules[key] = tuple(schedules(shape, self.tried.schedules))
+        return self._known_schedules[key]
 
     def typical(self, shape: Shape) -> list[list[Candidate]]:
         """Candidates by which a shape is judged: with the smallest ramp, and simple ones; of each the last needs the least memory."""
-        known = list(schedules(shape, self.tried.schedules))
+        known = self._schedules(shape)
         kinds = shardings(shape, self.tried.sharding)
         shown = [known[-1], known[0]] if known[-1] != known[0] else known[:1]
         agains = dict.fromkeys((self.tried.again[0], *self.tried.again[-2:]))
@@ -286,7 +296,7 @@ class Forecast:
             tensor, context = shape.tensor_parallel_degree, shape.context_parallel_degree
             amount, held = load.size / self.base_load.size, self._state(shape.expert_parallel_degree)[0].total
             part = amount / tensor / context
-            least = self._least(shape) / (base.whole or 1.0)
+            least = self._least(shape)[0] / (base.whole or 1.0)
             found = base.scaled(least if hopeful else part, part, held / max(1, base.state.total) / tensor)
             found = found.longer(self._exchanged(shape, base.cut_bytes * amount))
         self._guesses[key] = found

@@ -16,6 +16,8 @@ what looks best to what looks worst, by a guess (`smpc.compile.search.estimate`)
     candidate   a shape that looked best is recorded and rewritten (`workloads`), and is in the queue once for each way to train it
     plan        a candidate that looks best is planned as its best contiguous cut for balanced computation (`memory_weight` 0)
 
+Of many shapes, those of the smallest microbatch come first, which is recorded: until there is a plan, nothing else is looked at.
+
 A shape or candidate whose lower bound is above 99% of the best step, or whose bound on the peak exceeds the limit, is left alone. A cut
 that breaks the limit is a bound itself, for a limit makes none faster: it is cut within the limit when its turn comes again. What
 differs from a planned candidate in its schedule alone is not planned if it is slower with the same cut. The search ends when nothing is
@@ -99,6 +101,7 @@ class Rest:
 
 
 TOLERANCE = 0.01  # how much faster a way that is not planned could be, where the search has come to its end
+_MANY = 1000  # shapes
 _HOPELESS = 0.1  # by how much a guess may be above the best step, at effort 1
 _NO_LIMIT = 1 << 60  # bytes
 _WITHOUT_PLAN = (
@@ -189,17 +192,24 @@ class _Searcher:
     spent_offloading: float = 0.0
     gap: float = 0.0
     total: int = 0
+    waiting: int = 0  # of these, in the queue, or not there yet
+    left: list[Waiting] = field(default_factory=list)  # without a plan
 
     def run(self) -> Search:
         """The whole search."""
-        for shape in self.shapes:
+        self.total = self.waiting = sum(map(self.forecast.num_ways, self.shapes))
+        first, others = self._in_turn()
+        for shape in first:
             self._enter(shape)
-        left = self._go_on()
+        self._go_on(to_a_plan=bool(others))
+        for shape in others:
+            self._enter(shape)
+        self._go_on()
         if self.best is None:
             self._least_memory()
         if self.best is None:
             raise nothing_fits(self.setting, self.results, self.total, self.least, is_least=self.is_least)
-        self._close(left)
+        self._close()
         self.show("Planning the best", 0, 1)
         best, plan = self._proven(*self.best)
         setting = self.setting
@@ -223,10 +233,18 @@ class _Searcher:
 
     # -- shapes
 
+    def _in_turn(self) -> tuple[Sequence[Shape], Sequence[Shape]]:
+        """All shapes; of many, which take minutes to look at, those of the smallest microbatch, which is recorded, and the others."""
+        if len(self.shapes) <= _MANY:
+            return self.shapes, ()
+        smallest = min(shape.microbatch_size for shape in self.shapes)
+        first = [shape for shape in self.shapes if shape.microbatch_size == smallest]
+        return first, [shape for shape in self.shapes if shape.microbatch_size != smallest]
+
     def _enter(self, shape: Shape) -> None:
         """A shape into the queue, or its rejection."""
         number = self.forecast.num_ways(shape)
-        self.total += number
+        self.waiting -= number
         first = next(iter(ways(shape, self.forecast.tried)), None)
         if first is None:
             return
@@ -239,6 +257,9 @@ class _Searcher:
         if peak > self.setting.limit:
             rejected = Result(first, Verdict.MEMORY, bound, peak_bytes=peak, step_is_bound=True, peak_is_bound=True)
             self.results.append(replace(rejected, ways=number))
+            return
+        if self._is_slower(bound):
+            self.left.append(Waiting(shape, bound, peak, Guess(bound, peak)))
             return
         self._push_shape(shape, bound, peak)
 
@@ -311,8 +332,7 @@ class _Searcher:
 
     def _push_first(self, waiting: Waiting) -> None:
         """To be planned next."""
-        self.turns += 1
-        heapq.heappush(self.queue, (False, 0.0, self.turns, replace(waiting, is_corrected=True)))
+        self._put(False, 0.0, replace(waiting, is_corrected=True))
 
     def _look_for_one_that_fits(self, shape: Shape) -> None:
         """Of a shape's candidates, the one that looks best of those that seem to fit by what is known now, to be planned next.
@@ -332,6 +352,7 @@ class _Searcher:
             best = min(fitting, key=lambda entry: (entry[3].guess.step, entry[2]))
             self.queue.remove(best)
             heapq.heapify(self.queue)
+            self.waiting -= 1
             self._push_first(best[3])
 
     # -- the queue
@@ -340,8 +361,15 @@ class _Searcher:
         """Into the queue; what looks as if it did not fit goes behind all that does."""
         look = self._corrected(waiting)
         later = look.peak > self.setting.limit if deferred is None else deferred
+        self._put(later, look.step, waiting)
+
+    def _put(self, later: bool, step: float, waiting: Waiting) -> None:
         self.turns += 1
-        heapq.heappush(self.queue, (later, look.step, self.turns, waiting))
+        self.waiting += self._ways_of(waiting)
+        heapq.heappush(self.queue, (later, step, self.turns, waiting))
+
+    def _ways_of(self, waiting: Waiting) -> int:
+        return 1 if waiting.candidate is not None else self.forecast.num_ways(waiting.shape)
 
     def _corrected(self, waiting: Waiting) -> Guess:
         """Its guess, by how far those of its kind were off that have been planned."""
@@ -351,16 +379,16 @@ class _Searcher:
         slower = self.slowness.get(waiting.candidate.schedule, 1.0)
         return Guess(waiting.guess.step * slower, waiting.guess.peak * fuller)
 
-    def _go_on(self) -> list[Waiting]:
-        """From what looks best to what looks worst, until nothing is left or the budget is spent; what is left without a plan."""
-        left: list[Waiting] = []
-        while self.queue:
+    def _go_on(self, *, to_a_plan: bool = False) -> None:
+        """From what looks best to what looks worst, until nothing is left or the budget is spent.
+
+        `to_a_plan`: only until there is one, or half of what may be spent without one is.
+        """
+        while self.queue and not (to_a_plan and (self.best is not None or self.spent >= self._budget)):
             later, _, _, waiting = heapq.heappop(self.queue)
-            if self.best is not None and waiting.bound >= self.best[0].step_time * (1.0 - TOLERANCE):
-                left.append(waiting)
-                continue
-            if self._is_hopeless(waiting) or not self._affords(waiting):
-                left.append(waiting)
+            self.waiting -= self._ways_of(waiting)
+            if self._is_slower(waiting.bound) or self._is_hopeless(waiting) or not self._affords(waiting):
+                self.left.append(waiting)
                 continue
             if waiting.candidate is None and waiting.basis != self.loads.nearest(Load.of(waiting.shape)):
                 self._push_shape(waiting.shape, *self.forecast.least(waiting.shape))
@@ -373,7 +401,10 @@ class _Searcher:
                 self._expand(waiting)
             else:
                 self._try(waiting, waiting.candidate)
-        return left
+
+    def _is_slower(self, bound: float) -> bool:
+        """Whether what takes so long at least cannot be faster than the best, but for the tolerance."""
+        return self.best is not None and bound >= self.best[0].step_time * (1.0 - TOLERANCE)
 
     def _is_hopeless(self, waiting: Waiting) -> bool:
         """Whether it looks too slow to be worth a look; a shape, whose guess is made from another one, even if all turns out well."""
@@ -464,11 +495,11 @@ class _Searcher:
         is_cut = waiting.less is not None  # without a limit, it has been cut
         self._push(replace(waiting, candidate=candidate, peak=peak, guess=look, breaks_limit=is_cut, less=None))
 
-    def _close(self, left: Sequence[Waiting]) -> None:
+    def _close(self) -> None:
         """Results for what was not planned, one for each shape, and by how much it could be faster."""
         assert self.best is not None, "closed when there is one"
         best = self.best[0].step_time
-        left = [waiting for waiting in left if waiting.candidate != self.best[0].candidate]
+        left = [waiting for waiting in self.left if waiting.candidate != self.best[0].candidate]
         left = [
             waiting
             if waiting.candidate
@@ -485,7 +516,7 @@ class _Searcher:
             if waiting.bound < rest.bound:
                 first = waiting.candidate or next(iter(ways(waiting.shape, self.forecast.tried)))
                 rest.bound, rest.peak, examples[key] = waiting.bound, waiting.peak, first
-            rest.ways += 1 if waiting.candidate is not None else self.forecast.num_ways(waiting.shape)
+            rest.ways += self._ways_of(waiting)
         for key, rest in rests.items():
             verdict = Verdict.OPEN if key[1] else Verdict.SLOWER
             result = Result(examples[key], verdict, rest.bound, peak_bytes=rest.peak, ways=rest.ways)
@@ -514,8 +545,7 @@ class _Searcher:
 
     @property
     def _progress(self) -> tuple[int, int]:
-        waiting = sum(1 if w.candidate is not None else self.forecast.num_ways(w.shape) for *_, w in self.queue)
-        return min(self.total, max(0, self.total - waiting)), self.total
+        return min(self.total, max(0, self.total - self.waiting)), self.total
 
     # -- plans
 
