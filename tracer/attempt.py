@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import threading
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -29,14 +29,21 @@ from smpc.tracer.effects.torch_calls import tensors_in, uncompiled
 from smpc.tracer.environment.environment_guards import EnvironmentGuard, Names
 from smpc.tracer.environment.outside_reads import PARALLEL, OutsideRead
 from smpc.tracer.environment.reads import noting_reads
-from smpc.tracer.environment.state_changes import Leftovers, Survivors, UnsettledError, check_histories, refusal
+from smpc.tracer.environment.state_changes import (
+    Leftovers,
+    NewHooks,
+    Survivors,
+    UnsettledError,
+    check_histories,
+    refusal,
+)
 from smpc.tracer.environment.value_snapshots import AnyTensor, Frozen, freeze
 from smpc.tracer.input_guards import Answers
 from smpc.tracer.ir import Autocast, Trace
 from smpc.tracer.operations.values import DataSized, SizeAskedError
 from smpc.tracer.patches import Functions, Transforms, call_script, looking, without_compiling
 from smpc.tracer.recording.recorder import Recorder, current_recorder
-from smpc.tracer.recording.untraceable import UntraceableError, call_model, innermost_line
+from smpc.tracer.recording.untraceable import REGISTER_HOOK, UntraceableError, call_model, innermost_line
 from smpc.tracer.replay import entered
 from smpc.tracer.state.fakes import installed, make_fakes
 from smpc.tracer.state.python_state import PythonState
@@ -110,6 +117,7 @@ def record_once(subject: Subject) -> Attempt:
         FakeTensorMode.cache_clear()
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     state, submodules = make_fakes(model, mode, request.device), _submodules(model, subject.leaves)
+    hooks = NewHooks(model, subject.leaves)
     with ExitStack() as stack:
         python = PythonState(model)
         stack.callback(python.restore)
@@ -155,7 +163,7 @@ def record_once(subject: Subject) -> Attempt:
             if recorder.watch.must_look_closely:
                 raise LookCloselyError
             with torch._C.DisableTorchFunction():
-                run = _finished(model, recorder, output, submodules)
+                run = _finished(model, recorder, output, submodules, hooks)
         except UntraceableError as error:
             raise _cause_of_failure(recorder, model, error) from error.__cause__
     for guard in run.guards:
@@ -225,14 +233,21 @@ def _check_submodules(model: nn.Module, before: _Submodules) -> None:
             )
 
 
-def _finished(model: nn.Module, recorder: Recorder, output: Any, before: _Submodules) -> Attempt:
+def _finished(model: nn.Module, recorder: Recorder, output: Any, before: _Submodules, hooks: NewHooks) -> Attempt:
     """The result of a run."""
     _check_submodules(model, before)
+    hooks.note()
+    hooked = hooks.of_script()
+    if hooked:
+        registrar = recorder.registrars.get(hooked, "")
+        raise recorder.error_in(
+            registrar, f"forward registers a hook on module {hooked!r}, and leaves it for the next call", REGISTER_HOOK
+        )
     trace, reads = recorder.finish(output), recorder.reads
     check_histories(model, trace, recorder.state.hanging)
     guards = tuple(reads.finish())
     changed = tuple(guard for guard in guards if not guard.holds())
-    leftovers = Leftovers(changed, trace.nodes, recorder.known) if changed else None
+    leftovers = Leftovers(changed, trace.nodes, recorder.known, hooks) if changed else None
     try:
         if leftovers is not None:
             leftovers.evaluate()
@@ -302,6 +317,7 @@ def _python_calls(recorder: Recorder) -> Iterator[None]:
     transforms = Transforms(recorder)
     with (
         _recorded_module_calls(recorder),
+        _registered_hooks(recorder),
         watching_conversions(recorder),
         _function_calls(recorder, transforms),
         _script_calls(recorder),
@@ -309,6 +325,33 @@ def _python_calls(recorder: Recorder) -> Iterator[None]:
         without_compiling(),
     ):
         yield
+
+
+_FORWARD, _BACKWARD = (
+    ("register_forward_hook", "register_forward_pre_hook"),
+    ("register_full_backward_hook", "register_full_backward_pre_hook", "register_backward_hook"),
+)
+
+
+@contextmanager
+def _registered_hooks(recorder: Recorder) -> Iterator[None]:
+    """Hooks that forward registers on modules go to the recorder."""
+    originals = {name: vars(nn.Module)[name] for name in (*_FORWARD, *_BACKWARD)}
+
+    def watched(name: str) -> Callable[..., Any]:
+        def register(module: nn.Module, hook: Any, *args: Any, **kwargs: Any) -> Any:
+            recorder.note_hook(module, hook, is_forward=name in _FORWARD)
+            return originals[name](module, hook, *args, **kwargs)
+
+        return register
+
+    for name in originals:
+        setattr(nn.Module, name, watched(name))
+    try:
+        yield
+    finally:
+        for name, original in originals.items():
+            setattr(nn.Module, name, original)
 
 
 @contextmanager

@@ -76,6 +76,7 @@ _STORE_SECONDS = 4.0  # that the store may take to answer, after the timeout
 _LAST_RESORT = 6.0  # after the timeout; the other ranks have reported by then
 _AFTER_STEP = 1 << 40  # the position of a rank that is between two steps
 _LOST = ("Connection", "connect", "Broken pipe", "Timed out", "ocket")  # what torch says where a peer is gone
+_BACKENDS = ("gloo", "NCCL")  # who says it, in a step, where code of the script may have connections of its own
 
 
 class FailureMonitor:
@@ -228,7 +229,7 @@ class FailureMonitor:
                 return _peer_error(failed)
             gone = self.start.all_gone()
             time.sleep(0.02)
-        found = TransportError(f"{what}: rank {self._rank} lost the connection to its peers: {error}")
+        found = self._disconnected(error, what)
         return self._lost(found) or found
 
     def _lost(self, error: BaseException) -> PeerError | None:
@@ -264,10 +265,11 @@ class FailureMonitor:
         try:
             with self.watch(where, position=position):
                 yield
-        except BaseException as error:
+        except BaseException as raised:
             if os.getpid() != self._pid:
                 raise  # a child that the script has forked is no rank
             self._deadline = float("inf")
+            error = self._translated(raised, where())
             failed = self._cause(error)
             lost = self._lost(error) if failed is None else None
             if failed is None:
@@ -282,7 +284,20 @@ class FailureMonitor:
             time.sleep(2 * self._poll_interval)  # this process may host the store: let all watchers read the report
             if lost is not None:
                 raise lost from error
+            if error is not raised:
+                raise error from raised
             raise
+
+    def _translated(self, error: BaseException, where: str) -> BaseException:
+        """A TransportError in place of what a collective of torch.distributed says of a lost connection."""
+        text = str(error)
+        is_lost = isinstance(error, RuntimeError) and not isinstance(error, TransportError)
+        if is_lost and any(word in text for word in _LOST) and any(name in text for name in _BACKENDS):
+            return self._disconnected(error, where)
+        return error
+
+    def _disconnected(self, error: BaseException, where: str) -> TransportError:
+        return TransportError(f"{where}: rank {self._rank} lost the connection to its peers: {error}")
 
     def _cause(self, error: BaseException) -> ProcessReport | None:
         """The peer's report, if one made this rank fail. A lost connection may be noticed before its reason."""

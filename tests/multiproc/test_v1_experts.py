@@ -7,7 +7,7 @@ import expert_models
 import pytest
 import torch
 from executor_harness import run_workers
-from mixtures import MB, ByHand, Experts, batch_of, made, train_step
+from mixtures import BALANCED, MB, ByHand, Experts, batch_of, made, train_step
 from torch import nn
 
 import smpc.v1 as smp
@@ -182,6 +182,13 @@ def check_resumed(tmp_path, folder, name, pp, ep, world, parts, tag, config=None
 def test_two_ranks_train_as_one_process_and_others_go_on(tmp_path):
     folder = check(tmp_path, "by hand", 1, 2, 2)
     check_resumed(tmp_path, folder, "by hand", 1, 1, 2, 2, "half")
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", [f"MixtralForCausalLM{BALANCED}", "counting"])
+def test_a_pipeline_of_routers_whose_logits_count_and_of_blocks_called_whole(name, tmp_path):
+    """The hooks that collect logits were lost between two recordings; a block that is called whole sent tokens while it was recorded."""
+    check(tmp_path, name, 2, 2, 4)
 
 
 @pytest.mark.slow

@@ -11,7 +11,7 @@ from mixtures import MB, batch_of, made, train_step
 from torch import nn
 
 import smpc.v1 as smp
-from smpc.errors import PeerError, StepError
+from smpc.errors import PeerError, StepError, TransportError
 from smpc.executor.collectives import TensorGroup, sum_over
 from smpc.sharding.whole_parameters import WholeParameters, sum_together
 
@@ -86,6 +86,36 @@ def test_a_rank_that_has_failed_is_named_at_the_start_of_the_next_step(tmp_path)
     found = log.split("found: ")[1]
     assert "rank 1 failed" in found
     assert "ValueError: of my own" in found
+
+
+def end_between_steps(rank, folder, config):
+    """The last rank ends where no other waits for it yet, as one whose data has run out."""
+    model = begin(**config)
+    train_step(model, batch_of(0, smp.data_rank()))
+    if rank == dist.get_world_size() - 1:
+        os._exit(0)
+    try:
+        train_step(model, batch_of(1, smp.data_rank()))
+    except TransportError as error:
+        print(f"found: {error}", flush=True)
+        os._exit(0)
+
+
+@pytest.mark.parametrize(
+    ("size", "config"),
+    [
+        (2, {}),
+        (2, {"expert_parallel_degree": 1}),
+        (2, {"expert_parallel_degree": 1, "context_parallel_degree": 2}),
+        pytest.param(4, {"pipeline_parallel_degree": 2}, marks=pytest.mark.long),
+    ],
+)
+def test_a_rank_that_has_ended_between_steps_is_named(tmp_path, size, config):
+    """Others had gloo's error, which names nobody."""
+    *others, _ = Launch(end_between_steps, size, tmp_path, config).wait()
+    for status, log in others:
+        assert status == 0, log
+        assert f"rank {size - 1}: no answer; process " in log.split("found: ")[1]
 
 
 def overflow(rank, folder):

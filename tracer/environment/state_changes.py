@@ -52,7 +52,8 @@ from smpc.tracer.environment.value_snapshots import Never
 from smpc.tracer.input_guards import NoAnswerError, is_fixed, values_of
 from smpc.tracer.ir import Node, NodeKind, Trace
 from smpc.tracer.operations.values import SizeAskedError
-from smpc.tracer.recording.untraceable import UntraceableError
+from smpc.tracer.recording.nodes import is_within
+from smpc.tracer.recording.untraceable import UntraceableError, has_users_hook
 from smpc.tracer.state.fakes import untrained
 
 _WAY_OUT = (
@@ -66,13 +67,62 @@ class UnsettledError(Exception):
     """The state that the run has left depends on more than sizes."""
 
 
+_HOOK_TABLES = ("_hooks", "_hooks_with_kwargs", "_hooks_always_called")
+
+
+class NewHooks:
+    """The hooks that a run registers on modules: those of transformers collect hidden states, and a flag says that they are there.
+
+    Made before the run. Those of a script that are still there after it would be called in the next call, too, of which the trace knows
+    nothing; a module that is called whole registers its own.
+    """
+
+    def __init__(self, model: nn.Module, leaves: Collection[str]) -> None:
+        self._before = [
+            (fqn, table, set(table))
+            for fqn, module in model.named_modules()
+            if not isinstance(module, torch.jit.ScriptModule) and not any(is_within(fqn, leaf) for leaf in leaves)
+            for name, table in vars(module).items()
+            if name.endswith(_HOOK_TABLES) and isinstance(table, dict)
+        ]
+        self._added: list[tuple[dict[int, Any], dict[int, Any]]] = []
+
+    def note(self) -> None:
+        """After the run, before the recording takes them away."""
+        found = (
+            (table, {key: hook for key, hook in table.items() if key not in known}) for _, table, known in self._before
+        )
+        self._added = [(table, added) for table, added in found if added]
+
+    def of_script(self) -> str:
+        """The name of a module that has one of the script's; "" if none has."""
+        names = {id(table): fqn for fqn, table, _ in self._before}
+        hooks = ((names[id(table)], filter(callable, added.values())) for table, added in self._added)
+        return next((fqn for fqn, each in hooks if has_users_hook(each)), "")
+
+    def add(self) -> None:
+        """Registers them, as the run has."""
+        for table, added in self._added:
+            table.update(added)
+
+    def remove(self) -> None:
+        """Takes them away again."""
+        for table, added in self._added:
+            for key in added:
+                table.pop(key, None)
+
+
 class Leftovers:
     """The values that a run has left in the places that it changed. `cached`: the nodes whose tensors are among them."""
 
     def __init__(
-        self, changed: Sequence[EnvironmentGuard], nodes: Sequence[Node], node_of: Callable[[torch.Tensor], str]
+        self,
+        changed: Sequence[EnvironmentGuard],
+        nodes: Sequence[Node],
+        node_of: Callable[[torch.Tensor], str],
+        hooks: NewHooks,
     ) -> None:
-        self._nodes, self._node_of = nodes, node_of
+        self._nodes, self._node_of, self._hooks = nodes, node_of, hooks
         self.cached: dict[str, None] = {}
         self._content: list[tuple[EnvironmentGuard, Any]] = [(guard, guard.place.read()) for guard in changed]
         self._real: list[tuple[EnvironmentGuard, Any]] = []
@@ -92,11 +142,13 @@ class Leftovers:
         empty = [(guard, value) for guard, value in self._real if guard.expected[0].holds(guard.place.read())]
         if not empty:
             return
+        self._hooks.add()
         copies: dict[int, torch.Tensor] = {}
         _fill_places([(guard, _copied_state(value, copies)) for guard, value in empty])
 
     def apply(self) -> None:
         """Puts everything there, as the run has left it, until `restore`."""
+        self._hooks.add()
         self._before += _fill_places(self._real)
 
     def _evaluated(self, value: Any) -> Any:
@@ -125,6 +177,7 @@ class Leftovers:
             container.clear()
             container.extend(content) if isinstance(container, list) else container.update(content)
         self._before.clear()
+        self._hooks.remove()
 
 
 def _fill_places(content: Iterable[tuple[EnvironmentGuard, Any]]) -> list[tuple[Any, Any]]:

@@ -178,8 +178,9 @@ class AttributeWrites:
         return tuple(dataclasses.replace(call, whole=False) if self._needs_writer(call.fqn) else call for call in calls)
 
     def _needs_writer(self, fqn: str) -> bool:
-        return any(_contains(fqn, owner) and not _contains(fqn, writer) for owner, writer in self._found)
+        return any(is_within(owner, fqn) and not is_within(writer, fqn) for owner, writer in self._found)
 
 
-def _contains(outer: str, inner: str) -> bool:
+def is_within(inner: str, outer: str) -> bool:
+    """Whether the module of one name is that of the other, or in it."""
     return not outer or outer == inner or inner.startswith(f"{outer}.")

@@ -31,7 +31,7 @@ from smpc.tracer.input_guards import Answers, Questions, is_fixed
 from smpc.tracer.ir import STRIDED_VIEW, ModuleCall, Node, NodeKind, TensorSpec, Trace, strided_view_arguments
 from smpc.tracer.operations.left_behind import RETURN_IT, LeftBehind
 from smpc.tracer.operations.meter import WAY_OUT, DtypeError, Meter, moved_bytes, touched_bytes
-from smpc.tracer.operations.opaque import Probes, WholeAttributes, WholeCall, fake_of, shape_rule
+from smpc.tracer.operations.opaque import Probe, Probes, WholeAttributes, WholeCall, fake_of, shape_rule
 from smpc.tracer.operations.values import (
     REQUIRE,
     UNTRACEABLE,
@@ -44,12 +44,22 @@ from smpc.tracer.operations.values import (
     run_packed,
 )
 from smpc.tracer.patches import is_higher_order, run_higher_order
-from smpc.tracer.recording.nodes import AttributeWrites, Identities, NodeNames, OpenCall, parts_of, short_name
+from smpc.tracer.recording.nodes import (
+    AttributeWrites,
+    Identities,
+    NodeNames,
+    OpenCall,
+    is_within,
+    parts_of,
+    short_name,
+)
 from smpc.tracer.recording.untraceable import (
     BUILD_WHOLE,
     CALL_WHOLE,
+    REGISTER_HOOK,
     UntraceableError,
     current_line,
+    has_users_hook,
     innermost_line,
     is_users,
 )
@@ -96,6 +106,7 @@ class Recorder(TorchFunctionMode):
         self.calls: list[ModuleCall | None] = []
         self.open: list[OpenCall] = []
         self.writes, self.regions = AttributeWrites(), RegionLog()
+        self.registrars: dict[str, str] = {}  # modules on which forward registers hooks, and whose code does
         self.differentiating: list[str] = []
         self.muted = 0
         self.in_transforms = 0  # how many times it is muted by transforms, whose operations are recorded
@@ -460,6 +471,19 @@ class Recorder(TorchFunctionMode):
         if owner is not None and self.open and not self.muted and name not in (*module._buffers, *module._parameters):
             self.writes.note(owner, self.open[-1].fqn)
 
+    def note_hook(self, module: nn.Module, hook: Any, *, is_forward: bool) -> None:
+        """Called for every hook that is registered on a module. What a script's does is recorded: no stage calls its module without
+        the code that has registered it."""
+        owner = self.modules.get(id(module))
+        if owner is None or not self.open or self.muted or not has_users_hook((hook,)):
+            return
+        is_in_leaf = any(is_within(owner, leaf) for leaf in self.leaf_modules)
+        if is_in_leaf or not is_forward:
+            kind, why = "hook" if is_forward else "backward hook", ", which is called whole" if is_in_leaf else ""
+            raise self.error(f"forward registers a {kind} on module {owner!r}{why}", way_out=REGISTER_HOOK)
+        self.registrars[owner] = self.open[-1].fqn
+        self.writes.note(owner, self.open[-1].fqn)
+
     def _is_new(self, module: nn.Module) -> bool:
         """Whether a module that holds others, parameters or buffers is none of the model's."""
         is_empty = not (module._modules or module._parameters or module._buffers)
@@ -585,9 +609,15 @@ class Recorder(TorchFunctionMode):
         except Exception as error:
             what = f"{type(module).__name__} cannot be called whole either: {type(error).__name__}: {error}"
             raise self.error(what, line=innermost_line(error), way_out=_SHAPE_RULE) from error
+        with torch._C.DisableTorchFunction():  # a look at parameters is no use of them
+            return self._noted(whole, attributes, found, module, flatten((args, kwargs))[0])
+
+    def _noted(
+        self, whole: WholeCall, attributes: WholeAttributes, found: Probe, module: nn.Module, inputs: list[Any]
+    ) -> tuple[Any, list[torch.Tensor]]:
+        """The same, of a run for real."""
         whole.note_reached(found.reached)
         whole.note_changes(found.changes_arguments)
-        inputs = flatten((args, kwargs))[0]
         tensors = [*tensors_in(inputs), *module.parameters(), *module.buffers()]
         self.meter.flops, self.meter.random = found.flops, found.random
         attributes.note(found)
@@ -718,9 +748,9 @@ class Recorder(TorchFunctionMode):
         """The number of the innermost open module call."""
         return self.open[-1].index if self.open else 0
 
-    def error_in(self, fqn: str, what: str) -> UntraceableError:
+    def error_in(self, fqn: str, what: str, way_out: str = CALL_WHOLE) -> UntraceableError:
         """An error that says in which module it happened."""
-        return UntraceableError.inside(self._model.get_submodule(fqn), fqn, "", what)
+        return UntraceableError.inside(self._model.get_submodule(fqn), fqn, "", what, way_out)
 
     def error(self, what: str, line: str | None = None, way_out: str = CALL_WHOLE) -> UntraceableError:
         """An error that says where in the model it happened."""

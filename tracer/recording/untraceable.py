@@ -32,6 +32,8 @@ CALL_WHOLE = (
     "or have the module called whole (leaf_modules=[...], smpc.mark_leaf)"
 )
 
+REGISTER_HOOK = "what to do: register it before the model is distributed, or do in forward what the hook does"
+
 
 class UntraceableError(TraceError):
     """A TraceError inside `module`, the innermost one that was being called; None if that was the model itself."""
@@ -103,7 +105,7 @@ _WAY_OUT = "what to do: register it on a module inside the model, or do what it 
 
 def hook_of(module: nn.Module) -> str:
     """The kind of a hook of the user's that the module has, "" without one."""
-    return next((kind for table, kind in _OF_MODULE if _is_users(vars(module).get(table, {}).values())), "")
+    return next((kind for table, kind in _OF_MODULE if has_users_hook(vars(module).get(table, {}).values())), "")
 
 
 def check_hooks(model: nn.Module) -> None:
@@ -113,7 +115,7 @@ def check_hooks(model: nn.Module) -> None:
         raise TraceError(
             f"cannot trace the model itself: it has a {kind}, and a pipeline never calls it as a whole; {_WAY_OUT}"
         )
-    everywhere = next((kind for table, kind in _OF_ALL if _is_users(_table(table).values())), "")
+    everywhere = next((kind for table, kind in _OF_ALL if has_users_hook(_table(table).values())), "")
     if everywhere:
         raise TraceError(
             f"cannot trace the model: a {everywhere} is registered for all modules of the process, which would run for the stages of a "
@@ -126,7 +128,8 @@ def _table(name: str) -> Mapping[int, Any]:
     return found
 
 
-def _is_users(hooks: Iterable[Callable[..., Any]]) -> bool:
+def has_users_hook(hooks: Iterable[Callable[..., Any]]) -> bool:
+    """Whether one of them is the script's, and not a library's."""
     return any(_home(hook) not in _LIBRARIES for hook in hooks)
 
 

@@ -32,6 +32,7 @@ from smpc.experts.linear import scale_gradient
 from smpc.experts.outside_uses import OutsideUses
 from smpc.experts.routers import round_robin_route
 from smpc.tracer import register_shape_rule
+from smpc.tracer.recording.recorder import current_recorder
 
 
 def take_role(module: nn.Module, role: type[nn.Module]) -> None:
@@ -118,6 +119,10 @@ class PartOfExperts(nn.Module):
         Of a slice of a sequence (`SLICES`: one of so many) every rank has a summand of the gradients of one loss, where others have the
         gradients of a loss of their own: for the experts, its rows count as many times.
         """
+        if (
+            current_recorder() is not None
+        ):  # a module around it runs on invented values, which other ranks know nothing of
+            return _recorded_forward(self, *args, **kwargs)
         parts: ExpertParts = vars(self)[PARTS]
         num_slices, tensor = kwargs.pop(SLICES, 1), kwargs.pop(_TENSOR, None)
         hidden, index, weights = _routing_arguments(parts.names, args, kwargs)

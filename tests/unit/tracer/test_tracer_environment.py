@@ -573,3 +573,75 @@ def test_what_forward_changes_in_a_cache_is_refused():
     with pytest.raises(TraceError, match="changes it"):
         record_guarded(applying(count), RecordingRequest((torch.ones(2, 4),), {}))
     assert counted_settings().calls == 0
+
+
+class Hooked(nn.Module):
+    """Registers a hook on a layer of its own, or on one further inside, for one call, once, or again and again."""
+
+    def __init__(self, on, kind="forward", *, leaves_it=False, once=False):
+        super().__init__()
+        self.inner = nn.Sequential(nn.Linear(4, 4), nn.Sequential(nn.Linear(4, 4), nn.Tanh()))
+        self.on, self.kind, self.leaves_it, self.once, self.done = on, kind, leaves_it, once, False
+
+    def forward(self, x):
+        if not (self.once and self.done):
+            handle = self._registered(self.get_submodule(self.on))
+            self.done = True
+        y = self.inner(x)
+        if not self.leaves_it:
+            handle.remove()
+        return y
+
+    def _registered(self, module):
+        if self.kind == "forward":
+            return module.register_forward_hook(lambda module, arguments, output: output * 2)
+        if self.kind == "pre":
+            return module.register_forward_pre_hook(lambda module, arguments: (arguments[0] * 0.5,))
+        return module.register_full_backward_hook(lambda module, inner, outer: (inner[0] * 2,))
+
+
+@pytest.mark.parametrize("kind", ["forward", "pre"])
+@pytest.mark.parametrize("on", ["inner", "inner.1", "inner.1.0"])
+def test_a_module_is_not_called_without_the_code_that_registers_its_hook(kind, on):
+    """Stages called it as it was: what its hook does was lost, without a word."""
+    trace = record_guarded(Hooked(on, kind), RecordingRequest((X,), {})).trace
+    around = {".".join(on.split(".")[:end]) for end in range(1, 4)}
+    for call in trace.calls:
+        assert call.whole == (call.fqn not in around)
+
+
+@pytest.mark.parametrize("once", [False, True])
+def test_a_hook_that_stays_for_the_next_call_has_its_module_called_whole(once):
+    model = nn.Sequential(nn.Linear(4, 4), Hooked("inner.0", leaves_it=True, once=once), nn.Linear(4, 4))
+    trace = record_guarded(model, RecordingRequest((X,), {})).trace
+    assert [node.target for node in trace.nodes if node.kind is NodeKind.CALL_MODULE] == ["1"]
+    with pytest.raises(TraceError, match=r"registers a hook on module 'inner\.0', and leaves it for the next call"):
+        record_guarded(Hooked("inner.0", leaves_it=True, once=once), RecordingRequest((X,), {}))
+
+
+def test_a_backward_hook_has_the_module_that_registers_it_called_whole():
+    model = nn.Sequential(nn.Linear(4, 4), Hooked("inner.0", "backward"), nn.Linear(4, 4))
+    trace = record_guarded(model, RecordingRequest((X,), {})).trace
+    assert [node.target for node in trace.nodes if node.kind is NodeKind.CALL_MODULE] == ["1"]
+    with pytest.raises(TraceError, match=r"registers a backward hook on module 'inner\.0'"):
+        record_guarded(Hooked("inner.0", "backward"), RecordingRequest((X,), {}))
+
+
+def test_hooks_of_a_library_are_there_in_the_next_call():
+    """The second recording knew that they were there, and did not have them: the whole of a Hugging Face model was called as one module."""
+    transformers = pytest.importorskip("transformers")
+    small = {
+        "vocab_size": 8,
+        "hidden_size": 8,
+        "intermediate_size": 8,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+    }
+    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**small, output_hidden_states=True, use_cache=False))
+    recording = record_guarded(model, RecordingRequest((), {"input_ids": torch.ones(1, 4, dtype=torch.int64)}))
+    assert not [node.target for node in recording.trace.nodes if node.kind is NodeKind.CALL_MODULE]
+    layer = model.model.layers[0]
+    assert not layer._forward_hooks
+    recording.environment.leave()
+    assert len(layer._forward_hooks) == 1, "as the flag says that forward sets"
+    assert recording.environment.difference() is None

@@ -18,15 +18,16 @@ A rank that fails tells those that have the same parts, without waiting for them
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.fsdp import FullyShardedDataParallel, _flat_param, _runtime_utils
 from torch.distributed.fsdp._flat_param import RESHARD_AFTER_FORWARD_HANDLE_STRATEGIES
 from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.utils.weak import WeakIdKeyDictionary
 
 from smpc.errors import StepError
 from smpc.in_place.skeleton import plain_name
@@ -57,11 +58,20 @@ class FlatUnits:
         )  # (number, root)
         self._numbers: weakref.WeakKeyDictionary[FullyShardedDataParallel, int] = weakref.WeakKeyDictionary()
         self._groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
+        self._flattened = WeakIdKeyDictionary()  # parameters that are part of a unit's flat one, with their names in it
 
-    def note(self, unit: FullyShardedDataParallel) -> None:
-        """The script has made a unit."""
+    def note(self, unit: FullyShardedDataParallel, before: Mapping[str, nn.Parameter]) -> None:
+        """The script has made a unit, of a module that had these parameters."""
         self._numbers[unit] = len(self._made)
         self._made.append(weakref.ref(unit))
+        left = {id(parameter) for parameter in unit.parameters()}
+        for name, parameter in before.items():
+            if id(parameter) not in left:
+                self._flattened[parameter] = f"{type(unit.module).__name__}.{name}"
+
+    def flattened(self, parameter: nn.Parameter) -> str:
+        """The name of a parameter in the unit that has its values in a flat one; "" if none has."""
+        return str(self._flattened.get(parameter, ""))  # type: ignore[no-untyped-call]
 
     def patch(self) -> list[Callable[[], None]]:
         """Have ranks tell each other; the functions that take it back."""

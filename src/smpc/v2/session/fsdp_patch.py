@@ -485,7 +485,8 @@ def _patch_fsdp1(session: Session, units: FlatUnits) -> Callable[[], None]:
         if isinstance(module, PartOfExperts):
             given |= _experts_arranged(session)
         experts = experts_inside(module)
-        places = _places_of_parameters(module)
+        places, before = _places_of_parameters(module), dict(module.named_parameters())
+        _check_flattened(before, units)
         fill = given.get("param_init_fn")
         fill = fill.fill if isinstance(fill, _Sparing) else fill
         if experts:
@@ -501,7 +502,7 @@ def _patch_fsdp1(session: Session, units: FlatUnits) -> Callable[[], None]:
         _check_shared(self, places)
         give_whole_state(self)
         note_unit(self)
-        units.note(self)
+        units.note(self, before)
 
     undo = patch_attribute(FullyShardedDataParallel, "__init__", init)
     undo_summoning = _patch_summoning()
@@ -549,12 +550,23 @@ def _check_shared(root: FullyShardedDataParallel, places: _Places) -> None:
         units |= {(id(each.module), each.param_name): unit for each in held}
     for each in places.values():
         if len({id(units.get((id(inner), name))) for _, inner, name in each}) > 1:
-            names = [plain_name(f"{path}.{name}") for path, _, name in each]
-            raise UsageError(
-                f"FullyShardedDataParallel: expected all uses of a parameter in one unit, found {' and '.join(names)}, which are one "
-                "parameter, in several; make a unit of what holds them all, or of none of them (auto_wrap_policy), or use fully_shard with "
-                "the modules in one list"
-            )
+            raise _in_several_units([plain_name(f"{path}.{name}") for path, _, name in each])
+
+
+def _check_flattened(named: Mapping[str, nn.Parameter], units: FlatUnits) -> None:
+    """UsageError for a parameter that a unit further inside has made part of a flat one: here it would be another one."""
+    for name, parameter in named.items():
+        other = units.flattened(parameter)
+        if other:
+            raise _in_several_units([plain_name(name), plain_name(other)])
+
+
+def _in_several_units(names: list[str]) -> UsageError:
+    return UsageError(
+        f"FullyShardedDataParallel: expected all uses of a parameter in one unit, found {' and '.join(names)}, which are one "
+        "parameter, in several; make a unit of what holds them all, or of none of them (auto_wrap_policy), or use fully_shard with "
+        "the modules in one list"
+    )
 
 
 class _Sparing:

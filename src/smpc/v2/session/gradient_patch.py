@@ -23,7 +23,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_sharded_data_parallel
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
@@ -56,6 +56,7 @@ def patch_gradients(session: Session) -> list[Callable[[], None]]:
     return [
         replace_clipping(_MAKERS),
         replace_method(FullyShardedDataParallel, "clip_grad_norm_", _clip_grad_norm_of_fsdp1),
+        replace_method(fully_sharded_data_parallel, "_get_grad_norm", _norm_in_fp64),
         replace_method(DistributedDataParallel, "__init__", functools.partial(_replicated, session)),
         replace_unscaling(_groups_of_parts),
         check_optimizers(_parts_in, "degrees with which each rank has whole parameters"),
@@ -143,6 +144,20 @@ def _get_total_norm(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 _MAKERS = {"clip_grad_norm_": clip_grad_norm_by(_clip), "_get_total_norm": _get_total_norm}
+
+
+def _norm_in_fp64(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """The norm of this rank's gradients, which torch takes in fp32, or refuses to."""
+
+    def get_grad_norm(params: Iterable[nn.Parameter], norm_type: float, zero: Tensor, device: torch.device) -> Tensor:
+        params = [*params]
+        if all(parameter.dtype is not torch.float64 for parameter in params):
+            return original(params, norm_type, zero, device)
+        grads = [parameter.grad.detach() for parameter in params if parameter.grad is not None]
+        norms = [torch.linalg.vector_norm(grad, norm_type, dtype=torch.float64) for grad in grads]
+        return torch.linalg.vector_norm(torch.stack(norms), norm_type).to(device) if norms else zero.double()
+
+    return get_grad_norm
 
 
 def _clip_grad_norm_of_fsdp1(original: Callable[..., Any]) -> Callable[..., Any]:
