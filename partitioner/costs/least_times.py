@@ -168,35 +168,40 @@ class _LeastTime:
         self._trace, self._costs, self._kernels = trace, costs, costs.kernels
         self._byte = 1.0 / (costs.memory_bandwidth * best_share(self._kernels.memory))
         self._growing = _from_inputs(trace)
+        self._parameters = {state.storage for state in trace.state if state.is_parameter and state.storage >= 0}
         self._known: dict[tuple[object, ...], tuple[FloatArray, int]] = {}  # the blocks of a model are mostly alike
 
     def of(self, item: CostedNode) -> tuple[FloatArray, int]:
         """Of forward and backward, [4, 2], the last of them launches; and bytes of the parameters that it reads."""
         fixed = [self._trace.node(name) for name in item.node.inputs if name not in self._growing]
         shapes = (value.spec.shape for value in fixed if value.kind is NodeKind.GET_ATTR and value.spec)
-        weights = sum(map(self._num_bytes, fixed))
-        key = item.kind, weights, *shapes
+        weights = sum(self._num_bytes(value) for value in fixed if self._is_held(value))
+        same = sum(self._num_bytes(value) for value in fixed if not self._is_held(value))
+        key = item.kind, weights, same, *shapes
         if key not in self._known:
-            forward = *self.forward(item, weights), self.launch(item, is_backward=False)
-            has_backward = item.num_gradients > 0
-            backward = (
-                (*self.backward(item, weights), self.launch(item, is_backward=True)) if has_backward else (0,) * 4
-            )
+            forward = *self.forward(item, weights, same), self.launch(item, is_backward=False)
+            backward: tuple[float, ...] = (0.0,) * 4
+            if item.num_gradients > 0:
+                backward = *self.backward(item, weights, same), self.launch(item, is_backward=True)
             self._known[key] = np.asarray([forward, backward], dtype=float).T, weights
         return self._known[key]
 
+    def _is_held(self, value: Node) -> bool:
+        """Whether it is a parameter or buffer, or a view of a parameter."""
+        return value.kind is NodeKind.GET_ATTR or value.storage in self._parameters
+
     def _num_bytes(self, value: Node) -> int:
-        """Of a parameter, of a view of one, or of what else is the same for every microbatch."""
+        """Of what is the same for every microbatch."""
         if value.spec is None:
             return 0
-        return (
-            min(value.spec.num_bytes, self._trace.storages[value.storage])
-            if value.storage >= 0
-            else value.spec.num_bytes
-        )
+        size = value.spec.num_bytes
+        return min(size, self._trace.storages[value.storage]) if value.storage >= 0 else size
 
-    def forward(self, item: CostedNode, weights: int) -> tuple[float, float, float]:
-        """Of the forward. `weights`: bytes of the parameters that it reads."""
+    def forward(self, item: CostedNode, weights: int, same: int) -> tuple[float, float, float]:
+        """Of the forward. `weights`: bytes of the parameters that it reads; `same`: of what else is made from no input.
+
+        The latter counts for nothing: it does not grow with the microbatch, and ranks may have slices of it.
+        """
         node = item.node
         measured = self._measured(item, is_backward=False)
         if node.flops:
@@ -206,10 +211,10 @@ class _LeastTime:
         if node.kind is NodeKind.CALL_MODULE or not node.bytes_moved + item.kept:
             return 0.0, 0.0, 0.0
         byte = self._byte if measured is None else measured
-        return 0.0, max(0, node.bytes_moved + item.kept - weights) * byte, weights * byte
+        return 0.0, max(0, node.bytes_moved + item.kept - weights - same) * byte, weights * byte
 
-    def backward(self, item: CostedNode, weights: int) -> tuple[float, float, float]:
-        """Of the backward, if it has one. `weights`: bytes of the parameters that the forward reads."""
+    def backward(self, item: CostedNode, weights: int, same: int) -> tuple[float, float, float]:
+        """Of the backward, if it has one; arguments as of `forward`."""
         node, products = item.node, min(2, item.num_gradients)
         measured = self._measured(item, is_backward=True)
         if node.flops:
@@ -220,11 +225,11 @@ class _LeastTime:
                 return work, 0.0, 0.0
             out = 0 if node.spec is None else node.spec.num_bytes
             share = self._byte * products / 2
-            return work, max(0, node.bytes_moved - out - weights) * share, weights * share
+            return work, max(0, node.bytes_moved - out - weights - same) * share, weights * share
         if node.kind is NodeKind.CALL_MODULE or not node.bytes_moved:
             return 0.0, 0.0, 0.0
         byte = self._byte if measured is None else measured
-        return 0.0, (1.5 * max(0, node.bytes_moved - weights) + item.kept) * byte, 1.5 * weights * byte
+        return 0.0, (1.5 * max(0, node.bytes_moved - weights - same) + item.kept) * byte, 1.5 * weights * byte
 
     def launch(self, item: CostedNode, *, is_backward: bool) -> float:
         """What it takes however small it is."""
