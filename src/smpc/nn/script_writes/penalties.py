@@ -3,6 +3,7 @@
     loss = model(ids) + 0.01 * weight.norm()
     loss.item()                                of this rank's slice, as any number of it
     loss.backward()                            UsageError: the gradient of the norm of a slice is another one
+    loss + 0 * weight.sum()                    of no account, as scripts have it so that each parameter has a gradient
 
 Gradients of sums over elements would be right, but their value is that of the slice, and so is the loss. In steps of `smpc.v1`, and in a
 model's own forward, parameters are ordinary ones.
@@ -10,7 +11,7 @@ model's own forward, parameters are ordinary ones.
 
 from __future__ import annotations
 
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -34,8 +35,11 @@ class _Undifferentiated(torch.autograd.Function):
         _, ctx.parameter = inputs
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Any) -> NoReturn:
-        """The error."""
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        """Zeros, or the error."""
+        (gradient,) = gradients
+        if not gradient.any():
+            return gradient, None
         raise UsageError(
             f"backward: expected a loss of what the model returns, and of parameters that all ranks have whole, found one that uses "
             f"{ctx.parameter!r} beside the model, of which this rank has a slice (a penalty such as weight.norm()): its value, and its "
