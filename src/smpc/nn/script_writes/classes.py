@@ -84,8 +84,7 @@ def after_steps(model: nn.Module, note: Callable[[], None]) -> None:
 def notice_again(model: nn.Module) -> None:
     """Parameters have been exchanged for others between steps."""
     for module in model.modules():
-        for note in _noting.get(module, ()):
-            note()
+        _note(module)
 
 
 @contextmanager
@@ -101,12 +100,17 @@ def plain_parameters(model: nn.Module) -> Iterator[None]:
     try:
         yield
     finally:
-        for note in _noting.get(model, ()):
-            note()
+        _note(model)
         _is_plain.reset(token)
         for parameter in _noticed_in(model):
             if type(parameter) is _ordinary_class(parameter):
                 parameter.__class__ = _kind_of(parameter)
+
+
+def _note(model: nn.Module) -> None:
+    with torch._C.DisableTorchFunction():  # modes that look at what a forward uses have nothing to see here
+        for note in _noting.get(model, ()):
+            note()
 
 
 def _noticed_in(model: nn.Module) -> list[nn.Parameter]:
