@@ -20,18 +20,17 @@ from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 
 from smpc.errors import TraceError
 from smpc.tracer import targets
-from smpc.tracer.constants import Opaque, Ref, TraceDevice, is_constant, normalise, references
+from smpc.tracer.constants import Opaque, Ref, is_constant, normalise, references
 from smpc.tracer.effects import torch_calls
 from smpc.tracer.effects.differentiation import mark_of
-from smpc.tracer.effects.randomness import HOLD_GENERATOR, ModuleGenerators, generators_of
+from smpc.tracer.effects.randomness import ModuleGenerators
 from smpc.tracer.effects.side_effects import EffectWatch
 from smpc.tracer.effects.torch_calls import CallModes, dense, running_statistics, tensors_in, version_of
 from smpc.tracer.environment.reads import Reads
 from smpc.tracer.input_guards import Answers, Questions, is_fixed
 from smpc.tracer.ir import STRIDED_VIEW, ModuleCall, Node, NodeKind, TensorSpec, Trace, strided_view_arguments
-from smpc.tracer.operations.left_behind import RETURN_IT, LeftBehind
-from smpc.tracer.operations.meter import WAY_OUT, DtypeError, Meter, moved_bytes, touched_bytes
-from smpc.tracer.operations.opaque import Probe, Probes, WholeAttributes, WholeCall, fake_of, shape_rule
+from smpc.tracer.operations.left_behind import LeftBehind
+from smpc.tracer.operations.meter import WAY_OUT, DtypeError, Meter, moved_bytes
 from smpc.tracer.operations.values import (
     REQUIRE,
     UNTRACEABLE,
@@ -44,6 +43,7 @@ from smpc.tracer.operations.values import (
     run_packed,
 )
 from smpc.tracer.patches import is_higher_order, run_higher_order
+from smpc.tracer.recording.leaf_calls import LeafCalls
 from smpc.tracer.recording.nodes import (
     AttributeWrites,
     Identities,
@@ -53,6 +53,7 @@ from smpc.tracer.recording.nodes import (
     parts_of,
     short_name,
 )
+from smpc.tracer.recording.references import References
 from smpc.tracer.recording.untraceable import (
     BUILD_WHOLE,
     CALL_WHOLE,
@@ -60,7 +61,6 @@ from smpc.tracer.recording.untraceable import (
     UntraceableError,
     current_line,
     has_users_hook,
-    innermost_line,
     is_users,
 )
 from smpc.tracer.regions import RegionLog, checkpoint_mark
@@ -70,7 +70,6 @@ from smpc.tracer.structure import Structure, flatten, input_path
 
 _NO_DATA = "its data is not allocated yet"  # a kernel has read the memory of a fake tensor
 _REGISTER = "what to do: register it as a buffer (register_buffer(..., persistent=False) where a state_dict is to have none of it)"
-_SHAPE_RULE = "what to do: give the shapes of what it returns with smpc.register_shape_rule"
 
 
 NodeArguments = tuple[tuple[Any, ...], tuple[tuple[str, Any], ...]]  # of a node: args, kwargs
@@ -98,7 +97,7 @@ class Recorder(TorchFunctionMode):
         self.reads = Reads(names, state, self)
         self._shown_paths, self._shown = frozenset(shown), set[str]()
         self.state, self.modules, self.leaf_modules, self.device = state, names, leaf_modules, device
-        self.meter, self.probes = Meter(self._note_moved), Probes()
+        self.meter = Meter(self._note_moved)
         self.questions = Questions(state, device, answers, buffers or {})
         self.sizes = sizes or DataSized()
         self._values = Values(self)
@@ -114,10 +113,10 @@ class Recorder(TorchFunctionMode):
         self._tensors = Identities()
         self._canonical = {name: spec.names[0] for spec in state.specs for name in spec.names}
         self.generators = generators
-        self._drawn: dict[str, None] = {}  # nodes that read generators
-        self._globals: dict[str, None] = {}  # constants that stand for tensors which outlive the run
-        self._attributes: dict[str, str] = {}  # FQN -> node that reads it
-        self._model, self._names, self._saved = model, NodeNames(), list[int]()
+        self._model, self._names = model, NodeNames()
+        self.saved: list[int] = []  # storages that autograd keeps for the call that is measured
+        self.references = References(self, self._tensors, self._names)
+        self._leaf_calls = LeafCalls(self, self._tensors, self._names)
         self.watch = EffectWatch(self, model, closely)
         self._inputs: tuple[Structure, tuple[Any, ...]] = (Structure(), ())
         self.modes_of_calls = CallModes(device)
@@ -161,7 +160,7 @@ class Recorder(TorchFunctionMode):
         """The trace of the run that returned `output`."""
         leaves, structure = flatten(output)
         structure.check_classes()
-        outputs = tuple(self._argument(leaf, "the model's output") for leaf in leaves)
+        outputs = tuple(self.references.argument(leaf, "the model's output") for leaf in leaves)
         specs = tuple(
             type(spec)(spec.names, spec.spec, spec.is_parameter, spec.is_persistent, storage)
             for spec, storage in zip(self.state.specs, self._state_storage, strict=True)
@@ -221,7 +220,7 @@ class Recorder(TorchFunctionMode):
     ) -> Any:
         if self.muted:
             if self._inside is None:
-                return self._run(func, args, kwargs)
+                return self.run(func, args, kwargs)
             if torch_calls.is_of_memory(func) and is_users(sys._getframe(2)):
                 raise self.error(f"torch.Tensor.{func.__name__} says where a tensor is in memory")  # a fake is nowhere
             given = list(tensors_in((args, kwargs)))
@@ -247,7 +246,7 @@ class Recorder(TorchFunctionMode):
         mark = mark_of(func)
         has_effect = bool(mark) and self.watch.has_effect(mark, args)
         self.begin_call()
-        out = self._run(func, args, kwargs)
+        out = self.run(func, args, kwargs)
         results = list(tensors_in(out))
         written = self.written(before)
         self._check_attributes(self.attributes.written(written))
@@ -317,12 +316,13 @@ class Recorder(TorchFunctionMode):
         with torch._C.DisableTorchFunction():
             arguments = torch_calls.constant(real)
             if arguments is None:
-                raise self._unknown(real, "a tensor")
+                raise self.references.unknown(real, "a tensor")
             self.begin_call()
             self.add_call(torch_calls.CONSTANT, arguments, out, (), 0)
             return self._tensors.node_of(out)
 
-    def _run(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    def run(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """What a torch call returns, measured; an error where its result depends on values that a recording does not have."""
         if torch_calls.is_of_real(func, args):
             self.attributes.give(args[0])
             return torch_calls.values_of_real(func, args, kwargs, self.reads.constant)
@@ -346,8 +346,8 @@ class Recorder(TorchFunctionMode):
     def arguments(self, target: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> NodeArguments:
         """The arguments of a node that calls `target`."""
         where = f"an argument of {target}"
-        node_args = tuple(self._tree(arg, where) for arg in args)
-        return node_args, tuple((key, self._tree(value, where)) for key, value in kwargs.items())
+        node_args = tuple(self.references.tree(arg, where) for arg in args)
+        return node_args, tuple((key, self.references.tree(value, where)) for key, value in kwargs.items())
 
     def add_call(
         self, target: str, arguments: NodeArguments, out: Any, written: Sequence[torch.Tensor], bytes_moved: int
@@ -355,14 +355,14 @@ class Recorder(TorchFunctionMode):
         """Adds the node of a call that has just returned `out` and has written into some of its arguments."""
         args, kwargs = arguments
         name = self._names.unique(short_name(target, args))
-        mutates = tuple(dict.fromkeys(self._name(tensor, f"an argument of {target}") for tensor in written))
-        if any(written_name in self._globals for written_name in mutates):
+        mutates = tuple(dict.fromkeys(self.references.name(tensor, f"an argument of {target}") for tensor in written))
+        if any(written_name in self.references.outside for written_name in mutates):
             raise self.error(f"{target} writes into a tensor that no module holds: register it as a buffer")
-        mutates += tuple(name for name in references((args, dict(kwargs))) if name in self._drawn)
+        mutates += tuple(name for name in references((args, dict(kwargs))) if name in self.references.drawn)
         node = Node(name, NodeKind.CALL_FUNCTION, target, args, kwargs, bytes_moved=bytes_moved, mutates=mutates)
-        self._add_measured(node, out)
+        self.add_measured(node, out)
 
-    def _add_measured(self, node: Node, out: Any) -> None:
+    def add_measured(self, node: Node, out: Any) -> None:
         """Adds the node of a call that has just returned `out`, with the measurements of the meter and of autograd's hooks."""
         spec, storage = self._described(out)
         grad_enabled, autocast = self.modes_of_calls.now()
@@ -371,9 +371,9 @@ class Recorder(TorchFunctionMode):
                 node,
                 spec=spec,
                 storage=storage,
-                call=self._call_index,
+                call=self.call_index,
                 flops=self.meter.flops,
-                saved=tuple(dict.fromkeys(self._saved)),
+                saved=tuple(dict.fromkeys(self.saved)),
                 random=self.meter.random,
                 grad_enabled=grad_enabled,
                 autocast=autocast,
@@ -386,7 +386,7 @@ class Recorder(TorchFunctionMode):
     def begin_call(self) -> None:
         """Measurements from now on belong to the call that `add_call` adds."""
         self.meter.reset()
-        self._saved = []
+        self.saved = []
 
     @contextmanager
     def inside_call(self, run: TorchCall | None = None) -> Iterator[None]:
@@ -418,7 +418,7 @@ class Recorder(TorchFunctionMode):
         if storage in self._state_storages:
             self.watch.note_kept(storage)
         else:
-            self._saved.append(storage)
+            self.saved.append(storage)
             found = self.attributes.extent(tensor)
             if found is not None:
                 self.watch.attributes.keep(*found)
@@ -426,10 +426,10 @@ class Recorder(TorchFunctionMode):
 
     def amend_saved(self, position: int, tensors: Sequence[torch.Tensor]) -> None:
         """Adds to the tensors that autograd saves for the node at that position."""
-        node, self._saved = self.nodes[position], []
+        node, self.saved = self.nodes[position], []
         for tensor in tensors:
             self.note_saved(tensor)
-        self.nodes[position] = dataclasses.replace(node, saved=tuple(dict.fromkeys((*node.saved, *self._saved))))
+        self.nodes[position] = dataclasses.replace(node, saved=tuple(dict.fromkeys((*node.saved, *self.saved))))
 
     # -- module calls --------------------------------------------------------------------------------------------------
 
@@ -493,7 +493,7 @@ class Recorder(TorchFunctionMode):
         self, fqn: str, module: nn.Module, run: Callable[[], Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> Any:
         if fqn in self.leaf_modules:
-            return self._leaf_call(fqn, module, run, args, dict(kwargs))
+            return self._leaf_calls.call(fqn, module, run, args, dict(kwargs))
         self._check_attributes(self.attributes.written_by_python())
         opened = OpenCall(len(self.calls), fqn, module, self.open[-1].index if self.open else -1, len(self.nodes))
         self.generators.check(self.error)
@@ -504,7 +504,7 @@ class Recorder(TorchFunctionMode):
             opened.sequence = self.regions.new_sequence()
         with torch._C.DisableTorchFunction():
             leaves, opened.arguments = flatten((args, dict(kwargs)))
-            opened.leaves = tuple(self._argument(leaf, None) for leaf in leaves)
+            opened.leaves = tuple(self.references.argument(leaf, None) for leaf in leaves)
             opened.given = frozenset(id(leaf) for leaf in leaves if isinstance(leaf, torch.Tensor))
             opened.grad_enabled, opened.autocast = self.modes_of_calls.now()
         self.calls.append(None)
@@ -531,7 +531,7 @@ class Recorder(TorchFunctionMode):
             opened.arguments,
             opened.leaves,
             structure,
-            tuple(self._argument(leaf, None) for leaf in leaves),
+            tuple(self.references.argument(leaf, None) for leaf in leaves),
             opened.grad_enabled,
             opened.autocast,
             opened.bare,
@@ -548,88 +548,9 @@ class Recorder(TorchFunctionMode):
         if self.muted or not torch.is_grad_enabled():
             yield
             return
-        call = self._call_index
+        call = self.call_index
         with self.regions.region(call, lambda: len(self.nodes), preserve_rng_state, sequence, strategy, own=own):
             yield
-
-    def _leaf_call(
-        self, fqn: str, module: nn.Module, run: Callable[[], Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Any:
-        where = f"leaf module {fqn}"
-        self.sizes.refuse((args, kwargs))
-        self.left.take_back(fqn)
-        node_args, node_kwargs = self.arguments(where, args, kwargs)
-        watched = (*tensors_in((args, kwargs)), *module.parameters(), *module.buffers())
-        before = [(tensor, version_of(tensor)) for tensor in watched]
-        self.begin_call()
-        is_python = not isinstance(module, torch.jit.ScriptModule)
-        with (
-            self.watch.whole(fqn, module, (args, kwargs), self._run) as whole,
-            self.inside_call(whole.torch_call if is_python else None),
-        ):
-            out, written = self._run_whole(whole, module, run, args, kwargs)
-        self.attributes.restore()  # what it writes into its own, it writes when it is called
-        with torch._C.DisableTorchFunction():
-            written += whole.written
-            self.watch.note_overwritten([self._tensors.storage(tensor) for tensor in written])
-            written += whole.marked
-            written += self.written(before)
-            mutates = tuple(dict.fromkeys(self._name(tensor, f"an argument of {where}") for tensor in written))
-            mutates += tuple(dict.fromkeys(self._generator(generator) for generator in generators_of(module)))
-            self.generators.changed()
-            used = (*tensors_in((args, kwargs)), *tensors_in(out), *module.parameters())
-            moved = sum(touched_bytes(tensor) for tensor in used)
-            name = self._names.unique(re.sub(r"\W", "_", fqn))
-            node = Node(name, NodeKind.CALL_MODULE, fqn, node_args, node_kwargs, bytes_moved=moved, mutates=mutates)
-            self._add_measured(node, out)
-            if whole.differentiates:
-                self.differentiating.append(name)
-        return out
-
-    def _run_whole(
-        self, whole: WholeCall, module: nn.Module, run: Callable[[], Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[Any, list[torch.Tensor]]:
-        """A leaf's outputs, as fakes, and its writes that version counters do not show."""
-        rule = shape_rule(module)
-        if rule is not None:
-            return rule(module, *args, **kwargs), []
-        attributes = WholeAttributes(self, whole, module)
-        try:
-            out = run()
-        except Exception:  # fakes will not do: run it for real
-            self._saved = []
-        else:
-            attributes.note_run(lambda: self.probes.of(module, args, kwargs, self.state, self.meter))
-            return out, []
-        if whole.failure is not None:
-            raise whole.failure
-        whole.is_real = True
-        try:
-            found = self.probes.of(module, args, kwargs, self.state, self.meter)
-        except Exception as error:
-            what = f"{type(module).__name__} cannot be called whole either: {type(error).__name__}: {error}"
-            raise self.error(what, line=innermost_line(error), way_out=_SHAPE_RULE) from error
-        with torch._C.DisableTorchFunction():  # a look at parameters is no use of them
-            return self._noted(whole, attributes, found, module, flatten((args, kwargs))[0])
-
-    def _noted(
-        self, whole: WholeCall, attributes: WholeAttributes, found: Probe, module: nn.Module, inputs: list[Any]
-    ) -> tuple[Any, list[torch.Tensor]]:
-        """The same, of a run for real."""
-        whole.note_reached(found.reached)
-        whole.note_changes(found.changes_arguments)
-        tensors = [*tensors_in(inputs), *module.parameters(), *module.buffers()]
-        self.meter.flops, self.meter.random = found.flops, found.random
-        attributes.note(found)
-        for position in found.kept:
-            self.watch.note_kept(self._tensors.storage(tensors[position]))
-        for position, num_bytes in found.saved:
-            self._saved.append(
-                self._tensors.storage(inputs[position]) if position >= 0 else self._tensors.new_storage(num_bytes)
-            )
-        leaves = [fake_of(leaf, inputs, tensors, self.device) for leaf in found.leaves]
-        self.left.put(module, whole.fqn, found.left)
-        return found.structure.unflatten(leaves), [tensors[i] for i in found.written]
 
     def _note_rebound_buffers(self, opened: OpenCall) -> None:
         """`self.count = self.count + 1` on a buffer is an effect: the module holds another tensor afterwards.
@@ -638,77 +559,13 @@ class Recorder(TorchFunctionMode):
         """
         for fqn, value in self.watch.ownership.rebound(opened):
             known = self._canonical.get(fqn, fqn)
-            ref, name = Ref(self._name(value, f"buffer {fqn}")), self._names.unique(f"set_{fqn.rpartition('.')[2]}")
+            ref, name = (
+                Ref(self.references.name(value, f"buffer {fqn}")),
+                self._names.unique(f"set_{fqn.rpartition('.')[2]}"),
+            )
             self.nodes.append(Node(name, NodeKind.SET_ATTR, known, (ref,), call=opened.index, source=current_line()))
 
-    # -- tensors to names ----------------------------------------------------------------------------------------------
-
-    def _tree(self, value: Any, where: str) -> Any:
-        """An argument with its tensors replaced by `Ref`s."""
-        if type(value) in (tuple, list):
-            return type(value)(self._tree(item, where) for item in value)
-        if isinstance(value, tuple):
-            return tuple(self._tree(item, where) for item in value)
-        if isinstance(value, dict):
-            return {key: self._tree(item, where) for key, item in value.items()}
-        if isinstance(value, slice):
-            return slice(*(self._tree(item, where) for item in (value.start, value.stop, value.step)))
-        return self._argument(value, where)
-
-    def _argument(self, leaf: Any, where: str | None) -> Any:
-        """A Ref or a constant. Any other value is an error, or `Opaque` without a `where` to blame."""
-        if isinstance(leaf, torch.Tensor):
-            if where is None and not self.known(leaf):
-                return Opaque("tensor")
-            return Ref(self._name(leaf, where or ""))
-        if isinstance(leaf, torch.Generator) and self.generators.path(leaf):
-            return Ref(self._generator(leaf))
-        leaf = normalise(leaf)
-        if isinstance(leaf, torch.device) and leaf.type == self.device.type:
-            return TraceDevice()
-        if is_constant(leaf):
-            return leaf
-        if where is None:
-            return Opaque(type(leaf).__name__)
-        if isinstance(leaf, torch.Generator):
-            raise self.error(f"{where} is a torch.Generator that no module holds", way_out=HOLD_GENERATOR)
-        raise self.error(f"{where} is a {type(leaf).__module__}.{type(leaf).__qualname__}, which a trace cannot hold")
-
-    def _generator(self, generator: torch.Generator) -> str:
-        """The node that reads a generator which a module holds."""
-        path = self.generators.path(generator)
-        if path not in self._attributes:
-            self._drawn[self._new_attribute(path, None, self._tensors.new_storage(0))] = None
-        return self._attributes[path]
-
-    def _new_attribute(self, fqn: str, spec: TensorSpec | None, storage: int) -> str:
-        self._attributes[fqn] = name = self._names.unique(re.sub(r"\W+", "_", fqn).strip("_"))
-        self.nodes.append(Node(name, NodeKind.GET_ATTR, fqn, spec=spec, storage=storage, call=self._call_index))
-        return name
-
-    def _name(self, tensor: torch.Tensor, where: str) -> str:
-        """The node whose value a tensor is."""
-        found = self._tensors.node_of(tensor)
-        if found:
-            return found
-        fqn = self.state.names.get(id(tensor))
-        self.watch.read(tensor, self.open[1:])
-        if fqn is None:
-            if torch_calls.constant(tensor) is None:
-                raise self._unknown(tensor, where)
-            name = self.add_constant(tensor, tensor)
-            self.attributes.note_outside([tensor])
-            self._tensors.forget(tensor)  # a global, made again for each use, so that modules stay intact
-            self._globals[name] = None
-            return name
-        if fqn not in self._attributes:
-            self._new_attribute(fqn, TensorSpec.of(tensor), self._tensors.storage(tensor))
-        return self._attributes[fqn]
-
-    def _unknown(self, tensor: torch.Tensor, where: str) -> UntraceableError:
-        if self.left.text(tensor):
-            return self.error(f"{where} is {self.left.text(tensor)}", way_out=RETURN_IT)
-        return self.error(f"{where} is a tensor {tuple(tensor.shape)} that {torch_calls.why_unknown(tensor)}")
+    # -- results -------------------------------------------------------------------------------------------------------
 
     def _described(self, value: Any) -> tuple[TensorSpec | None, int]:
         """The spec and the storage of a node's result; None and -1 if it is not a tensor."""
@@ -731,7 +588,7 @@ class Recorder(TorchFunctionMode):
             spec, storage = self._described(item)
             grad_enabled, autocast = self.modes_of_calls.now()
             node = Node(
-                part, NodeKind.CALL_FUNCTION, targets.GETITEM, (Ref(name), key), (), spec, storage, self._call_index
+                part, NodeKind.CALL_FUNCTION, targets.GETITEM, (Ref(name), key), (), spec, storage, self.call_index
             )
             self.nodes.append(dataclasses.replace(node, grad_enabled=grad_enabled, autocast=autocast))
             self._bind_result(item, part)
@@ -744,7 +601,7 @@ class Recorder(TorchFunctionMode):
         return self.open[-1].fqn if self.open else ""
 
     @property
-    def _call_index(self) -> int:
+    def call_index(self) -> int:
         """The number of the innermost open module call."""
         return self.open[-1].index if self.open else 0
 
