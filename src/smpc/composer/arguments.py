@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 from torch.utils.data.distributed import DistributedSampler
 
 from smpc import dist
-from smpc.checkpoint.torch_format.agreement import is_url, place_of
+from smpc.checkpoint.torch_format.file_systems import file_system_of, is_url
 from smpc.composer.checkpoint_readers import find_checkpoint
 from smpc.composer.duration import Duration
 from smpc.composer.model import ComposerModel
@@ -338,7 +338,7 @@ def check_places(**places: object) -> None:
     for name, place in places.items():
         if isinstance(place, str) and is_url(place):
             try:
-                place_of(place)
+                file_system_of(place)
             except CheckpointError as error:
                 raise ConfigError(f"{name}: {error}") from error
 

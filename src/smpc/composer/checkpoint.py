@@ -39,7 +39,7 @@ from smpc import dist
 from smpc.checkpoint.folder.files import write_file
 from smpc.checkpoint.folder.folders import sync_folder
 from smpc.checkpoint.rng import capture_rng, restore_rng
-from smpc.checkpoint.torch_format.agreement import is_url
+from smpc.checkpoint.torch_format.file_systems import is_url
 from smpc.checkpoint.torch_format.saving import TorchFormatWriter
 from smpc.composer import storage
 from smpc.composer.checkpoint_readers import ANY, Reader

@@ -26,7 +26,8 @@ from torch.torch_version import TorchVersion
 
 from smpc import dist
 from smpc.checkpoint.folder.files import archived_records, read_file
-from smpc.checkpoint.torch_format.agreement import CoordinatedRanks, is_url
+from smpc.checkpoint.torch_format.agreement import CoordinatedRanks
+from smpc.checkpoint.torch_format.file_systems import is_url
 from smpc.checkpoint.torch_format.loading import load_state, warn_of_casts
 from smpc.checkpoint.torch_format.reader import TorchFormatReader as FolderFiles
 from smpc.composer import storage

@@ -15,7 +15,7 @@ from typing import Any
 from torch.distributed.checkpoint.planner import SavePlanner
 
 from smpc import dist
-from smpc.checkpoint.torch_format.agreement import is_url
+from smpc.checkpoint.torch_format.file_systems import is_url
 from smpc.composer import checkpoint, storage
 from smpc.composer.checkpoint import State
 from smpc.composer.checkpoint_readers import check_is_whole, progress_of

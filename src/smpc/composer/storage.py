@@ -36,7 +36,7 @@ from torch import Tensor
 
 from smpc import dist
 from smpc.checkpoint.folder.folders import sync_folder
-from smpc.checkpoint.torch_format.agreement import is_url, place_of
+from smpc.checkpoint.torch_format.file_systems import file_system_of, is_url
 from smpc.errors import CheckpointError
 
 _CHECKS = ".smpc"
@@ -320,7 +320,7 @@ def _size_and_crc(path: Path) -> tuple[int, int]:
 
 def _remote_storage(path: str) -> Any:
     """fsspec's file system of a URL, without cached listings."""
-    fs: Any = place_of(path)[0]
+    fs: Any = file_system_of(path)[0]
     fs.fs.invalidate_cache()
     return fs.fs
 

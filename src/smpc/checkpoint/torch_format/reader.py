@@ -30,7 +30,7 @@ from torch.futures import Future
 from smpc.checkpoint.folder.files import load_tensors
 from smpc.checkpoint.format.regular_file import printable
 from smpc.checkpoint.sources.distributed_metadata import MOST, Described, DistributedMetadata, parse_metadata
-from smpc.checkpoint.torch_format.agreement import is_url, names_in, place_of
+from smpc.checkpoint.torch_format.file_systems import file_system_of, is_url, names_in
 from smpc.checkpoint.torch_format.saving import METADATA
 from smpc.errors import CheckpointError
 
@@ -41,13 +41,13 @@ class TorchFormatReader(FileSystemReader):
     def __init__(self, path: str | os.PathLike[str], *, options: Mapping[str, Any] = MappingProxyType({})) -> None:
         super().__init__("." if is_url(path) else path)
         self._options = dict(options)
-        self.fs, self.path = place_of(path, self._options)  # type: ignore[assignment]
+        self.fs, self.path = file_system_of(path, self._options)  # type: ignore[assignment]
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """Go on with another place."""
         self.storage_data = {}
         if checkpoint_id:
-            self.fs, self.path = place_of(checkpoint_id, self._options)  # type: ignore[assignment]
+            self.fs, self.path = file_system_of(checkpoint_id, self._options)  # type: ignore[assignment]
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         """What there is. Raises CheckpointError if there is no checkpoint, or its metadata are damaged or hostile."""

@@ -54,7 +54,8 @@ from torch.distributed.tensor import DTensor
 from torch.futures import Future
 
 from smpc.checkpoint.format.draft_content import Shard
-from smpc.checkpoint.torch_format.agreement import CoordinatedRanks, is_url, names_in, place_of, replace_file_at_place
+from smpc.checkpoint.torch_format.agreement import CoordinatedRanks
+from smpc.checkpoint.torch_format.file_systems import file_system_of, is_url, names_in, replace_file
 
 _KIND = "saved"
 
@@ -264,12 +265,12 @@ class TorchFormatWriter(FileSystemWriter):
         super().__init__("." if is_url(path) else path, sync_files=not is_url(path))
         self._options = dict(options)
         self._hooks = tuple(pre_write_hooks or ()), tuple(post_write_hooks or ())
-        self.fs, self.path = place_of(path, self._options)  # type: ignore[assignment]
+        self.fs, self.path = file_system_of(path, self._options)  # type: ignore[assignment]
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """Go on with another place, or save to the same one again."""
         if checkpoint_id:
-            self.fs, self.path = place_of(checkpoint_id, self._options)  # type: ignore[assignment]
+            self.fs, self.path = file_system_of(checkpoint_id, self._options)  # type: ignore[assignment]
             self.sync_files = not is_url(checkpoint_id)
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
@@ -306,7 +307,7 @@ class TorchFormatWriter(FileSystemWriter):
             storage_data={each.index: each.storage_data for rank in results for each in rank},
             storage_meta=self.storage_meta(),
         )
-        replace_file_at_place(self.fs, self.path, METADATA, pickle.dumps(found))
+        replace_file(self.fs, self.path, METADATA, pickle.dumps(found))
         kept = {info.relative_path for info in found.storage_data.values()}
         for name in names_in(self.fs, self.path):
             if _DATA.fullmatch(name) and name not in kept:

@@ -9,7 +9,7 @@ import os
 
 from torch.distributed.checkpoint.filesystem import FileSystemBase
 
-from smpc.checkpoint.torch_format.agreement import place_of
+from smpc.checkpoint.torch_format.file_systems import file_system_of
 from smpc.checkpoint.torch_format.reader import TorchFormatReader as DistributedFileSystemReader
 from smpc.checkpoint.torch_format.saving import TorchFormatWriter as DistributedFileSystemWriter
 
@@ -18,4 +18,4 @@ __all__ = ["DistributedFileSystemReader", "DistributedFileSystemWriter", "path_t
 
 def path_to_file_system(path: str | os.PathLike[str]) -> FileSystemBase:
     """The file system of a folder or a URL."""
-    return place_of(path)[0]
+    return file_system_of(path)[0]

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, ParamSpec, TypeVar
 
-from smpc.checkpoint.torch_format.agreement import place_of
+from smpc.checkpoint.torch_format.file_systems import file_system_of
 from smpc.errors import UsageError
 
 __all__ = [
@@ -83,7 +83,7 @@ class S3FileSystem:
     """The file system of object storage, for a region; `fs` is fsspec's."""
 
     def __init__(self, region: str | None = None, s3client_config: S3ClientConfig | None = None) -> None:
-        file_system, _ = place_of(f"{_SCHEME}", s3_options(region, s3client_config))
+        file_system, _ = file_system_of(f"{_SCHEME}", s3_options(region, s3client_config))
         self.fs: Any = vars(file_system)["fs"]
 
 

@@ -20,7 +20,8 @@ from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.planner import SavePlanner
 from torch.distributed.checkpoint.storage import StorageWriter
 
-from smpc.checkpoint.torch_format.agreement import CoordinatedRanks, is_url
+from smpc.checkpoint.torch_format.agreement import CoordinatedRanks
+from smpc.checkpoint.torch_format.file_systems import is_url
 from smpc.checkpoint.torch_format.saving import StateSaving, TorchFormatWriter, local_parts, save_state
 from smpc.errors import UsageError
 from smpc.v2.distributed.checkpoint.async_utils import AsyncCallsQueue
