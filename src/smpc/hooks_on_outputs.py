@@ -8,13 +8,16 @@ In plain PyTorch `out["hidden"].register_hook(clip)` changes the gradient that c
 earlier stage of a pipeline goes on with what the last one returns. Of an output that nothing else of the model uses, or the last stage
 alone, as it is, all of these are right.
 
+Hooks of FSDP's around the model only learn that a backward has come. They change no gradient, so copies may have them.
+
 A copy is told by its node in autograd's graph. Autograd's engine is asked for gradients of such nodes after the first copy alone.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+import weakref
+from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
 import torch
@@ -59,14 +62,26 @@ _COPIES = "smpc_copies"  # in a node's metadata: which of its results are copies
 
 
 def without_gradient(tensor: Tensor) -> Tensor:
-    """The same tensor, one of `copied_outputs`: hooks on it, and gradients with respect to it, raise StepError."""
+    """The same tensor, one of `copied_outputs`: a script's hooks on it, and gradients with respect to it, raise StepError."""
     if tensor.requires_grad and not isinstance(tensor, nn.Parameter):
-        vars(tensor).update(register_hook=_refuse_hook, retain_grad=_refuse_hook)
+        register = functools.partial(_register_hook, weakref.ref(tensor))
+        vars(tensor).update(register_hook=register, retain_grad=_refuse_hook)
         node: Any = tensor.grad_fn
         if node is not None:
             _look_at_backwards()
             node.metadata.setdefault(_COPIES, set()).add(tensor.output_nr)
     return tensor
+
+
+def _register_hook(copy: weakref.ref[Tensor], hook: Callable[..., Any]) -> Any:
+    """In the place of `Tensor.register_hook`: for hooks of FSDP's alone."""
+    function: Any = hook
+    while isinstance(function, functools.partial):
+        function = function.func
+    tensor = copy()
+    if tensor is None or not getattr(function, "__module__", "").startswith("torch.distributed.fsdp."):
+        _refuse_hook()
+    return Tensor.register_hook(tensor, hook)  # type: ignore[no-untyped-call]
 
 
 def _refuse_hook(*_: object) -> NoReturn:

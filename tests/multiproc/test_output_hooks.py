@@ -6,10 +6,12 @@ import torch.distributed as dist
 from executor_harness import run_workers
 from torch import nn
 from torch.autograd.graph import get_gradient_edge
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 
 import smpc.context_parallel
 import smpc.tensor_parallel
 import smpc.v1 as smp
+import smpc.v2 as tsm
 from smpc.errors import StepError
 from smpc.executor.collectives import TensorGroup
 
@@ -85,6 +87,44 @@ def gradients_of_outputs(expected, found, own):
 @pytest.mark.parametrize("axis", SHARDS)
 def test_hooks_on_outputs_of_ranks_that_share_a_model(tmp_path, axis):
     assert run_workers(shared, 2, tmp_path, axis) == [None] * 2
+
+
+class Probed(Outputs):
+    """Returns rows of its hidden states, which ranks that share sequences gather, and goes on with them."""
+
+    def __init__(self):
+        torch.manual_seed(0)
+        super().__init__()
+
+    def forward(self, ids):
+        rows = torch.tanh(self.embed(ids)).flatten(0, 1)
+        return {"rows": rows, "last": self.head(rows).square().mean()}
+
+
+WAYS = {
+    "fully_shard": fully_shard,
+    "FullyShardedDataParallel": lambda model: FullyShardedDataParallel(model, device_id=torch.device("cpu")),
+}
+
+
+def wrapped(rank, folder, way):
+    """FSDP around a model that goes on with a slice of what it returns."""
+    tsm.init({"context_parallel_degree": 2, "hybrid_shard_degree": 2})
+    model = WAYS[way](tsm.transform(Probed().double()))
+    chunks = IDS.chunk(4, 1)
+    out = model(torch.cat([chunks[rank], chunks[3 - rank]], 1))
+    out["last"].backward()
+    with pytest.raises(StepError, match="expected register_hook and retain_grad on outputs that the model itself"):
+        out["rows"].register_hook(lambda gradient: 2 * gradient)
+    tsm.state.reset()
+    return out["last"].item()
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_hooks_of_fsdp_on_outputs_only_learn_of_a_backward(tmp_path, way):
+    """FSDP's own hook was refused as a script's: no model with `output_router_logits` could be sharded by fully_shard."""
+    expected = Probed().double()(IDS)["last"].item()
+    assert run_workers(wrapped, 2, tmp_path, way) == [pytest.approx(expected, rel=1e-12)] * 2
 
 
 @smp.step

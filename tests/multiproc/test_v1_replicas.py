@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 from executor_harness import run_workers
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 from v1_harness import (
     MB,
     batches,
@@ -124,3 +125,51 @@ def test_replicas_without_pipeline(tmp_path):
                     assert found[name] is None
                 else:
                     torch.testing.assert_close(found[name], expected, rtol=1e-5, atol=1e-7, msg=f"{name} {options}")
+
+
+class Reentrant(nn.Module):
+    """Asks for reentrant checkpoints of a block that it uses twice."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.block, self.last = nn.Linear(6, 6), nn.Linear(6, 6), nn.Linear(6, 1)
+
+    def forward(self, x):
+        x = self.first(x)
+        for _ in range(2):
+            x = checkpoint(lambda value: self.block(value).tanh(), x, use_reentrant=True)
+        return self.last(x).square().mean()
+
+
+def rows_of(replica):
+    return torch.randn(4, 6, generator=torch.Generator().manual_seed(replica), dtype=torch.float64)
+
+
+@smp.step
+def reentrant_step(model, x):
+    loss = model(x)
+    model.backward(loss)
+    return loss
+
+
+def reentrant(rank, folder, within_steps):
+    smp.init({"microbatches": 1, "ddp": True})
+    model = smp.DistributedModel(Reentrant().double())
+    if within_steps:
+        reentrant_step(model, rows_of(rank))
+    else:
+        model(rows_of(rank)).backward()
+    gradients = {name: parameter.grad for name, parameter in model.local_named_parameters()}
+    smp.shutdown()
+    return gradients
+
+
+@pytest.mark.parametrize("within_steps", [True, False])
+def test_reentrant_checkpoints(tmp_path, within_steps):
+    """DistributedDataParallel counts a parameter in each backward within the backward, and raised "marked as ready twice"."""
+    model = Reentrant().double()
+    (sum(model(rows_of(replica)) for replica in range(2)) / 2).backward()
+    for found in run_workers(reentrant, 2, tmp_path, within_steps):
+        for name, parameter in model.named_parameters():
+            torch.testing.assert_close(found[name], parameter.grad, rtol=1e-12, atol=1e-14)

@@ -1,5 +1,7 @@
 """A parameter that modules of several units of FSDP1 share: torch would give each unit one of its own."""
 
+import copy
+
 import torch
 from executor_harness import run_workers
 from torch import nn
@@ -67,6 +69,32 @@ def test_a_parameter_that_a_unit_made_by_hand_shares_is_refused(tmp_path):
         for head, embed, both, none in (found[:4], found[4:]):
             assert all("which are one parameter, in several" in each for each in (head, embed, both))
             assert none == ""
+
+
+def shared_with_outside(rank, folder):
+    """A unit of the embedding alone; the head, which no unit has, shares its weight. What a backward and an update say."""
+    tsm.init({"hybrid_shard_degree": 2})
+    model = Tied()
+    earlier = torch.optim.SGD(model.parameters(), lr=0.1)
+    model.embed = FullyShardedDataParallel(model.embed, device_id=torch.device("cpu"))
+    found = []
+    for line in (model(torch.arange(32)).backward, earlier.step, lambda: copy.deepcopy(model)):
+        try:
+            line()
+            found.append("")
+        except UsageError as error:
+            found.append(str(error))
+    torch.optim.SGD(model.embed.parameters(), lr=0.1).step()
+    tsm.state.reset()
+    return found
+
+
+def test_a_parameter_that_a_module_outside_of_all_units_shares_is_refused(tmp_path):
+    """It was two parameters from then on; an optimizer made before the unit trained the one that nothing used."""
+    for backward, update, copied in run_workers(shared_with_outside, 2, tmp_path):
+        assert "found a gradient of Embedding.weight as it was before" in backward
+        assert "found an update of Embedding.weight as it was before" in update
+        assert copied.startswith("FullyShardedDataParallel of Embedding: expected not to be copied or pickled")
 
 
 def clipped_in_fp64(rank, folder):

@@ -24,6 +24,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from smpc.codegen.recompute import Checkpointing
 from smpc.errors import StepError
 from smpc.sample_inputs import Inputs
 from smpc.tracer.ir import Autocast
@@ -225,7 +226,8 @@ class LocalCall:
             raise _called_twice(self._step_name)
         self.called = True
         self.inputs, self.autocast = (args, dict(kwargs)), autocast_of_step_function()
-        output = self._module(*args, **kwargs)
+        with Checkpointing():  # DistributedDataParallel takes no gradients of backwards within backwards
+            output = self._module(*args, **kwargs)
         self._outputs.watch(output)
         if self._shared is not None:
             self._first_node = torch.autograd._get_sequence_nr()  # type: ignore[attr-defined]

@@ -28,6 +28,7 @@ from torch import Tensor
 from torch.autograd import Variable
 from torch.utils._pytree import tree_leaves
 
+from smpc.codegen.recompute import Checkpointing
 from smpc.errors import StepError
 from smpc.executor.replicas.fully_shard import ModuleShards
 from smpc.executor.replicas.group_hooks import StepHooks, innermost
@@ -58,7 +59,7 @@ class Direct:
 
     def forward(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """The module's output."""
-        with self._supervised():
+        with self._supervised(), Checkpointing():
             if not self._is_first:
                 return self._forward(args, kwargs)
             with conversions_refused([self._module], "smp.DistributedModel"):

@@ -8,6 +8,9 @@ units would take one unit's message for another's, or wait without end. So each 
 
 With `fully_shard` ranks take part in what others come to instead (`smpc.sharding.in_step`).
 
+A parameter that a unit has made part of its flat one trains no more. A gradient or an update of it, by a module outside of all units
+that shares it or by an optimizer made earlier, is a UsageError.
+
     what a rank has come to                                                             is told to
     a gather; the end of a forward that gathers, of a backward that does not reduce     the ranks that share parts
     a reduction; the end of a backward that reduces; a norm; an update                  and then those that have the same parts
@@ -17,6 +20,7 @@ A rank that fails tells those that have the same parts, without waiting for them
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn
@@ -29,7 +33,7 @@ from torch.distributed.fsdp._flat_param import RESHARD_AFTER_FORWARD_HANDLE_STRA
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.weak import WeakIdKeyDictionary
 
-from smpc.errors import StepError
+from smpc.errors import StepError, UsageError
 from smpc.in_place.skeleton import plain_name
 from smpc.optimizers.torch_patches import held_by, replace_method
 from smpc.sharding.backwards import is_in_backward
@@ -67,7 +71,11 @@ class FlatUnits:
         left = {id(parameter) for parameter in unit.parameters()}
         for name, parameter in before.items():
             if id(parameter) not in left:
-                self._flattened[parameter] = f"{type(unit.module).__name__}.{name}"
+                text = f"{type(unit.module).__name__}.{name}"
+                if parameter.requires_grad and not self.flattened(parameter):
+                    refuse = functools.partial(_refuse_flattened, "a gradient", text)
+                    parameter.register_hook(refuse)  # type: ignore[no-untyped-call]
+                self._flattened[parameter] = text
 
     def flattened(self, parameter: nn.Parameter) -> str:
         """The name of a parameter in the unit that has its values in a flat one; "" if none has."""
@@ -140,7 +148,12 @@ class FlatUnits:
         return clip_grad_norm_
 
     def _before_update(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
-        given = {id(each) for each in held_by(optimizer)}
+        held = held_by(optimizer)
+        for each in held:
+            name = self.flattened(each) if isinstance(each, nn.Parameter) else ""
+            if name:
+                _refuse_flattened("an update", name)
+        given = {id(each) for each in held}
         for root in sorted(self._roots, key=self._numbers.__getitem__):
             if any(id(each) in given for each in root.parameters()):
                 self._tell(_UPDATE, root, root)
@@ -199,6 +212,14 @@ class FlatUnits:
                 if module is unit:
                     return f"{_TEXTS[event]} {plain_name(name) or 'the model'}"
         return f"{_TEXTS[event]} another model"
+
+
+def _refuse_flattened(what: str, name: str, *_: object) -> NoReturn:
+    raise UsageError(
+        f"FullyShardedDataParallel: expected gradients and updates of its own parameters, found {what} of {name} as it was before it "
+        "became part of a unit's flat parameter; make optimizers after the units, make one unit of all modules that share the parameter, "
+        "or use fully_shard"
+    )
 
 
 def _replicas(state: Any) -> dist.ProcessGroup | None:

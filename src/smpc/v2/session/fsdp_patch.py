@@ -45,7 +45,7 @@ import functools
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -471,6 +471,8 @@ def _patch_fsdp1(session: Session, units: FlatUnits) -> Callable[[], None]:
     def init(
         self: Any, module: nn.Module, *args: Any, post_param_init_fn: Callable[..., object] | None = None, **kwargs: Any
     ) -> None:
+        places, before = _places_of_parameters(module), dict(module.named_parameters())
+        _check_flattened(before, units)
         left = (*(kwargs.get("ignored_modules") or ()), *(kwargs.get("ignored_states") or ()))
         _check_hooks("FullyShardedDataParallel", module, left)
         names = ("process_group", "sharding_strategy", "cpu_offload", "auto_wrap_policy", "backward_prefetch")
@@ -485,8 +487,6 @@ def _patch_fsdp1(session: Session, units: FlatUnits) -> Callable[[], None]:
         if isinstance(module, PartOfExperts):
             given |= _experts_arranged(session)
         experts = experts_inside(module)
-        places, before = _places_of_parameters(module), dict(module.named_parameters())
-        _check_flattened(before, units)
         fill = given.get("param_init_fn")
         fill = fill.fill if isinstance(fill, _Sparing) else fill
         if experts:
@@ -506,12 +506,24 @@ def _patch_fsdp1(session: Session, units: FlatUnits) -> Callable[[], None]:
 
     undo = patch_attribute(FullyShardedDataParallel, "__init__", init)
     undo_summoning = _patch_summoning()
+    reduce: Any = _refuse_copies
+    FullyShardedDataParallel.__reduce_ex__ = reduce  # type: ignore[method-assign]
 
     def take_back() -> None:
+        del FullyShardedDataParallel.__reduce_ex__
         undo_summoning()
         undo()
 
     return take_back
+
+
+def _refuse_copies(unit: nn.Module, protocol: object) -> NoReturn:
+    """In the place of torch's errors from deep inside."""
+    raise UsageError(
+        f"{type(unit).__name__} of {type(unit.module).__name__}: expected not to be copied or pickled, as its flat parameters belong to "
+        "the ranks that share them; copy its state_dict; for an average of weights make a second model, wrap it alike, and update "
+        "its parameters from those of the first"
+    )
 
 
 def _patch_summoning() -> Callable[[], None]:
