@@ -40,6 +40,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -243,8 +244,29 @@ def lifetimes(
     """
     if kept is None:
         kept = frozenset(storage for position in positions for storage in graph.trace.nodes[position].saved)
-    backward, parameters, before = _Backward(graph, exact).run(positions, roots, arriving)
-    return Lifetimes(live_forward(graph, positions, kept, exact), backward, parameters, before)
+    asked = _Asked(tuple(positions), tuple(roots), tuple(arriving), kept)
+    if graph.workspace is not None:
+        return _found(graph, asked, exact)
+    saved = tuple(graph.saved[position] for position in positions)
+    return graph.trace.remembered((lifetimes, asked, saved, exact), lambda: _found(graph, asked, exact))
+
+
+class _Asked(NamedTuple):
+    """A stage: the arguments of `lifetimes`. Schedules, and what replicas divide, leave them as they are."""
+
+    positions: tuple[int, ...]
+    roots: tuple[int, ...]
+    arriving: tuple[int, ...]
+    kept: frozenset[int]
+
+
+def _found(graph: Graph, asked: _Asked, exact: bool) -> Lifetimes:
+    """Those of a stage; nobody may write into them, for other plans with the same stage get them as well."""
+    backward, parameters, before = _Backward(graph, exact).run(asked.positions, asked.roots, asked.arriving)
+    found = Lifetimes(live_forward(graph, asked.positions, asked.kept, exact), backward, parameters, before)
+    for column in (found.forward, found.backward, found.parameters, found.before):
+        column.setflags(write=False)
+    return found
 
 
 def loss_roots(graph: Graph) -> tuple[int, ...]:

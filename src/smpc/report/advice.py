@@ -5,10 +5,11 @@
 
     outlook(options, planned)    these, with where the step's time goes and what the memory is; for terminals, pages and notebooks
 
-It tries the memory weight, if it is above 0, and, if at least a tenth of the ranks' time is bubble, other schedules and more stages on
-a rank. Each is planned with everything else unchanged, without proof. A setting that does not fit the device's memory (or the limit),
-or gains less than one percent, is not reported. A bubble over a quarter always gets a finding: if nothing else helps, more microbatches
-do, and the finding says how far. A plan that needs far more memory than there is has other problems: nothing is tried.
+It tries the memory weight, if it is above 0; to compute nothing again, if that was asked for; and, if at least a tenth of the ranks' time
+is bubble, other schedules and more stages on a rank. Each is planned with everything else unchanged, without proof. A setting that does
+not fit the device's memory (or the limit), or gains less than one percent, is not reported. A bubble over a quarter always gets a finding:
+if no schedule helps, more microbatches do, and the finding says how far. A plan that needs far more memory than there is has other
+problems: nothing is tried.
 """
 
 from __future__ import annotations
@@ -54,14 +55,15 @@ def advice(options: PipelineOptions, planned: Planned) -> tuple[str, ...]:
     found: list[tuple[float, str]] = []
     if options.memory_weight:  # None: the fastest plan that fits is what there is
         changed = dataclasses.replace(options, memory_weight=0.0)
-        free = _planned(_without_limit(changed), planned)
-        other = _fitting(changed, planned, free, limit) if free is not None and _gain(now, free) > _WORTH else None
-        if other is not None and _gain(now, other) > _WORTH:
-            found.append((_gain(now, other), f"--memory-weight 0: {_gain_as_text(now, other, limit)}"))
+        found += _setting(changed, planned, now, limit, "--memory-weight 0")
+    if options.recompute and now.peak <= limit:
+        changed = dataclasses.replace(options, recompute=())
+        found += _setting(changed, planned, now, limit, "without --recompute")
     if now.bubble >= _BUBBLE and options.pipeline_parallel_degree > 1 and now.peak <= _NEAR * limit:
-        found += _schedules(options, planned, now, limit)
-        if not found and now.bubble > _LARGE_BUBBLE:
-            found.append((0.0, _more_microbatches(planned, now)))
+        ways = _schedules(options, planned, now, limit)
+        if not ways and now.bubble > _LARGE_BUBBLE:
+            ways = [(0.0, _more_microbatches(planned, now))]
+        found += ways
     return tuple(text for _, text in sorted(found, reverse=True)[:_MOST])
 
 
@@ -96,6 +98,15 @@ def outlook(options: PipelineOptions, planned: Planned) -> Outlook:
         advice(options, planned),
         host_lines(planned.plan, planned.timeline),
     )
+
+
+def _setting(changed: PipelineOptions, planned: Planned, now: _Way, limit: int, flag: str) -> list[tuple[float, str]]:
+    """What the same with one setting changed gains, if that is worth a finding."""
+    free = _planned(_without_limit(changed), planned)
+    other = _fitting(changed, planned, free, limit) if free is not None and _gain(now, free) > _WORTH else None
+    if other is None or _gain(now, other) <= _WORTH:
+        return []
+    return [(_gain(now, other), f"{flag}: {_gain_as_text(now, other, limit)}")]
 
 
 def _schedules(options: PipelineOptions, planned: Planned, now: _Way, limit: int) -> list[tuple[float, str]]:

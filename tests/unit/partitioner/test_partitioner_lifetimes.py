@@ -98,3 +98,15 @@ def test_what_is_added_to_a_gradient_that_arrived_makes_a_third():
     assert lifetimes(graph, positions, (), positions).backward.tolist() == [UNIT, 2 * UNIT]
     # the loss's own gradients are nobody else's
     assert lifetimes(graph, positions, positions).backward.tolist() == [UNIT, 3 * UNIT]
+
+
+def test_a_stage_is_walked_once_for_all_plans_that_have_it():
+    """A search of 24 plans of Llama 8B walked 187 stages, most of which differed in their schedule or sharding alone."""
+    model = function(lambda m, x: torch.relu(m.a(x)), a=nn.Linear(16, 16))
+    trace = record(model, (x(),))
+    first, second = build_graph(trace), build_graph(trace)
+    positions, roots = first.compute.tolist(), loss_roots(first)
+    found = lifetimes(first, positions, roots)
+    assert lifetimes(second, positions, roots) is found
+    assert lifetimes(second, positions, (), roots) is not found
+    assert not any(column.flags.writeable for column in (found.forward, found.backward, found.parameters, found.before))
