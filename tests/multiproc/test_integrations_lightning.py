@@ -182,6 +182,7 @@ def norms_of_ranks(rank, folder):
     return found, grad_norm(layer, 2)
 
 
+@pytest.mark.long
 def test_lightning_s_norms_of_gradients_are_those_of_all_ranks(tmp_path):
     """A rank had those of its own stage, and a total of these."""
     expected = train_normed()

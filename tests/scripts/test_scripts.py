@@ -245,6 +245,7 @@ def test_gpt2_goes_on_from_a_partial_checkpoint(tmp_path, arguments):
     assert again == first
 
 
+@pytest.mark.long
 def test_gpt2_starts_from_a_full_model(tmp_path):
     run("gpt2.py", "--tensor_parallel_degree", 2, "--checkpoint_dir", tmp_path, "--save_full", 1, "--max_steps", 2)
     weights = torch.load(tmp_path / "trained_gpt-2steps", weights_only=True)

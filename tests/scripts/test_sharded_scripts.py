@@ -45,6 +45,7 @@ def check(reports, num_parts, first=0, clip=1.0):
     return weights[first:], size
 
 
+@pytest.mark.long
 def test_gpt_neox_in_parts_saved_and_resumed(tmp_path):
     reports, errors = run("neox_sharded.py", "--checkpoints", tmp_path)
     weights, size = check(reports, 2)

@@ -152,5 +152,6 @@ def test_four_ranks_go_on_from_others(fsdp, kind, tmp_path):
     check(tmp_path, "llama", fsdp, kind, ALL, WIDE, ("delayed", "offload"))
 
 
+@pytest.mark.long
 def test_a_replica_is_loaded_from_fewer_shards(tmp_path):
     check(tmp_path, "llama", 2, "sharded", Ranks(size=4), Ranks(size=4, shard=4))

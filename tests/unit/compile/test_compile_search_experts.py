@@ -58,6 +58,7 @@ def test_ranks_that_divide_experts_read_those_that_they_have():
     assert own.flops == whole.flops  # tokens of all ranks, for some of the experts
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("implementation", ["grouped_mm", "batched_mm"])
 def test_a_search_divides_experts_that_are_recorded_inside(implementation):
     """Such experts were said to be none that can be divided: a mixture of 671 billion parameters had no plan on 2,048 ranks."""

@@ -34,6 +34,7 @@ MODELS = {"llama": llama, "attention in steps": lambda: llama(attn_implementatio
 BLOCKS = {"llama": ("model.layers.*",), "attention in steps": ("model.layers.*",), "gpt2": ("transformer.h.*",)}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("recompute", [False, True])
 def test_no_plan_holds_less_than_the_largest_working_set(name, recompute):
