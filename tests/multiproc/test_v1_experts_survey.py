@@ -2,6 +2,7 @@
 
 import pytest
 import survey
+import torch
 from executor_harness import run_workers
 
 import smpc.v1 as smp
@@ -31,6 +32,18 @@ def batch_of(model, variant, part):
     return {key: value.flip(1) if part and key in ("input_ids", "labels") else value for key, value in batch.items()}
 
 
+def build(name, profile, variant):
+    """A model in training mode. One that draws random numbers in it, which stages draw from other places of their generators, in evaluation
+    mode."""
+    model = survey.build(name, profile)
+    before = torch.get_rng_state()
+    with torch.no_grad():
+        model(**batch_of(model, variant, 0))
+    draws = not torch.equal(before, torch.get_rng_state())
+    model = survey.build(name, profile)  # a run may leave something in it
+    return model.eval() if draws else model
+
+
 def train(rank, folder, cases, degree):
     """By name, this rank's loss and gradients; or what was said."""
     found = {}
@@ -38,7 +51,7 @@ def train(rank, folder, cases, degree):
         smp.init(
             {"pipeline_parallel_degree": degree, "expert_parallel_degree": 2, "microbatches": MICROBATCHES, "ddp": True}
         )
-        module = survey.build(name, profile)
+        module = build(name, profile, variant)
         batch = batch_of(module, variant, smp.rdp_rank())
         model = smp.DistributedModel(module)
         loss = train_step(model, batch).reduce_mean().item()
@@ -49,7 +62,7 @@ def train(rank, folder, cases, degree):
 
 
 def one_process(name, profile, variant):
-    model, total = survey.build(name, profile), 0.0
+    model, total = build(name, profile, variant), 0.0
     for part in range(2):
         for batch in survey.split(batch_of(model, variant, part), MICROBATCHES):
             loss = survey.loss_of(model(**batch)) / MICROBATCHES / 2

@@ -37,7 +37,7 @@ import zlib
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import numpy
 import torch
@@ -57,10 +57,6 @@ from smpc.tracer.operations.small_sizes import SMALL_SIZES, about, extrapolated
 from smpc.tracer.state.attribute_memory import AttributeMemory
 from smpc.tracer.state.fakes import FakeState
 from smpc.tracer.structure import Structure, flatten
-
-if TYPE_CHECKING:
-    pass
-
 
 M = TypeVar("M", bound=type[nn.Module])
 

@@ -209,7 +209,7 @@ class Values:
             except UNTRACEABLE as still:
                 error = still
         sizes = recorder.sizes
-        key = sizes.next_key(recorder.place) if isinstance(error, DynamicOutputShapeException) else ""
+        key = sizes.next_key(recorder.context()) if isinstance(error, DynamicOutputShapeException) else ""
         try:
             with torch._C.DisableTorchFunction():
                 made = sizes.make(key, func, args, kwargs) if key and self._may_invent(func, args, kwargs) else None
@@ -232,7 +232,7 @@ class Values:
         with recorder.inside_call():
             found = recorder.questions.ask(recorder.nodes, target, *arguments, used, size)
         if len(recorder.questions.guards) > len(self._askers):
-            self._askers.append((recorder.open[-1].module if recorder.open else None, recorder.place))
+            self._askers.append((recorder.open[-1].module if recorder.open else None, recorder.context()))
         return found
 
     def check(self) -> None:
@@ -257,7 +257,7 @@ class Values:
         node_args, node_kwargs = recorder.arguments(target, args, kwargs)
         if is_fixed(recorder.nodes, references((node_args, dict(node_kwargs)))):
             return False  # known without a guard
-        if recorder.sizes.everywhere or not recorder.place:
+        if recorder.sizes.everywhere or not recorder.context():
             return True
         found = origins(recorder.nodes, target, node_args, dict(node_kwargs))
         return found is not None and all(name in recorder.state.real_buffers for name in found)

@@ -596,11 +596,6 @@ class Recorder(TorchFunctionMode):
     # -- surroundings --------------------------------------------------------------------------------------------------
 
     @property
-    def place(self) -> str:
-        """The name of the innermost module that is being called."""
-        return self.open[-1].fqn if self.open else ""
-
-    @property
     def call_index(self) -> int:
         """The number of the innermost open module call."""
         return self.open[-1].index if self.open else 0

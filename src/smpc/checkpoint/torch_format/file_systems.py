@@ -24,14 +24,14 @@ _INSTALL = {"s3": "s3fs", "gs": "gcsfs", "gcs": "gcsfs", "abfs": "adlfs", "az": 
 
 
 def is_url(path: str | os.PathLike[str]) -> bool:
-    """Whether a place is no folder of this machine."""
+    """Whether a location is no folder of this machine."""
     return isinstance(path, str) and "://" in path
 
 
 def file_system_of(
     path: str | os.PathLike[str], options: Mapping[str, Any] = MappingProxyType({})
 ) -> tuple[FileSystemBase, str | os.PathLike[str]]:
-    """The file system of a place, and the place as that file system has it. `options`: of fsspec, for a URL.
+    """The file system of a location, and the location as that file system has it. `options`: of fsspec, for a URL.
 
     Raises CheckpointError for a URL of a kind that is not known, or whose package is not installed.
     """
@@ -51,7 +51,7 @@ def file_system_of(
 
 
 def names_in(fs: FileSystemBase, path: str | os.PathLike[str]) -> list[str]:
-    """The names of the entries of a place, sorted; none if there is no such place."""
+    """The names of the entries of a location, sorted; none if there is no such location."""
     try:
         return sorted(os.path.basename(str(entry).rstrip("/")) for entry in fs.ls(path))  # type: ignore[attr-defined]
     except FileNotFoundError:
