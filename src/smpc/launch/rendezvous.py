@@ -45,7 +45,7 @@ _POLL_SECONDS = 0.25
 _CONNECT_TIMEOUT = timedelta(minutes=30)  # the ranks' own timeout for the start is shorter
 _SILENCE_SECONDS = 15.0
 _PREFIX = "smpc_run"
-_IMPORT_SECONDS = 60.0  # that the end of the process waits for torch to be imported
+_LEAVE_SECONDS = 60.0  # that the end of the process waits for the thread, which may have to import torch first
 _PUBLISH_SECONDS = (
     60.0  # importing torch, on a loaded machine, and the launchers of the other nodes that have just been started
 )
@@ -92,7 +92,9 @@ class Rendezvous:
         self._is_done = False
         self._has_told = False
         self._others_know = False
-        self._wake, self._has_torch = threading.Event(), threading.Event()
+        self._is_connecting = False
+        self._must_leave = False
+        self._wake = threading.Event()
         self._thread = threading.Thread(target=self._run, name="smpc rendezvous", daemon=True)
         self._thread.start()
 
@@ -140,13 +142,18 @@ class Rendezvous:
                 break
             self._thread.join(_POLL_SECONDS)
         self._thread.join(patience)
-        if not self._has_torch.is_set():
-            atexit.register(self._await_import)
+        if self._thread.is_alive():
+            self._must_leave = True
+            atexit.register(self._await_thread)
 
-    def _await_import(self) -> None:
-        """The process ends. A thread that Python stops in the midst of importing torch would abort it, with a status of its own."""
-        self._has_torch.wait(_IMPORT_SECONDS)
-        self._thread.join(_POLL_SECONDS)
+    def _await_thread(self) -> None:
+        """The process ends. A thread that Python stops in the midst of torch, its import or its store, would abort it, with a status of its
+        own. One that waits for a store which is not there sleeps on, and is left alone.
+        """
+        limit = time.monotonic() + _LEAVE_SECONDS
+        while self._thread.is_alive() and not self._is_connecting and time.monotonic() < limit:
+            self._wake.set()
+            self._thread.join(_POLL_SECONDS)
 
     def _knows_cause(self) -> bool:
         """Whether another node has told of something that is no consequence of yet another rank's end."""
@@ -166,14 +173,15 @@ class Rendezvous:
                 )
 
     def _open(self) -> Store:
-        try:
-            from torch._C._distributed_c10d import TCPStore
+        from torch._C._distributed_c10d import TCPStore
 
-        finally:
-            self._has_torch.set()
         if self._listener is not None:
             return serve(self._listener, _CONNECT_TIMEOUT)
-        return TCPStore(self._address, self._port, is_master=False, timeout=_CONNECT_TIMEOUT)
+        self._is_connecting = True
+        try:
+            return TCPStore(self._address, self._port, is_master=False, timeout=_CONNECT_TIMEOUT)
+        finally:
+            self._is_connecting = False
 
     def _serve(self, store: Store) -> None:
         if self._num_ranks < self._world_size:
@@ -198,6 +206,8 @@ class Rendezvous:
             if is_done and self._may_leave(store):
                 if self._num_ranks < self._world_size:
                     self._listen_to_others(store, number, beats)  # what they have told before they left
+                return
+            if self._must_leave:
                 return
             self._wake.wait(_POLL_SECONDS)
             self._wake.clear()
