@@ -32,6 +32,7 @@ import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import StrEnum
+from functools import lru_cache
 
 from smpc.errors import ScheduleError
 from smpc.tracer.ir import TensorSpec
@@ -181,18 +182,22 @@ class Action:
 
 
 Schedule = tuple[tuple[Action, ...], ...]
+_KEPT = 1 << 15  # actions of each kind: a search simulates the same ones again and again
 
 
+@lru_cache(_KEPT)
 def forward(stage: int, microbatch: int) -> Action:
     """`F s<stage> m<microbatch>`."""
     return Action(Op.FORWARD, stage, microbatch)
 
 
+@lru_cache(_KEPT)
 def backward(stage: int, microbatch: int) -> Action:
     """`B s<stage> m<microbatch>`."""
     return Action(Op.BACKWARD, stage, microbatch)
 
 
+@lru_cache(_KEPT)
 def weight(stage: int, microbatch: int) -> Action:
     """`W s<stage> m<microbatch>`."""
     return Action(Op.WEIGHT, stage, microbatch)
