@@ -32,6 +32,7 @@ import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import StrEnum
+from functools import lru_cache
 
 from smpc.errors import ScheduleError
 from smpc.tracer.ir import TensorSpec
@@ -71,6 +72,7 @@ _OPERANDS = {
     Op.REDUCE: "p",
 }
 _FIELDS = {"s": "stage", "m": "microbatch", "e": "edge", "r": "peer", "p": "parameter"}
+_PRESENT = {op: tuple(letter in operands for letter in _FIELDS) for op, operands in _OPERANDS.items()}
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,10 +87,11 @@ class Instruction:
     parameter: int = -1
 
     def __post_init__(self) -> None:
-        for letter, name in _FIELDS.items():
-            present = getattr(self, name) >= 0
-            if present != (letter in _OPERANDS[self.op]):
-                raise ScheduleError(f"{self.op} {'needs' if not present else 'takes no'} {name}")
+        present = (self.stage >= 0, self.microbatch >= 0, self.edge >= 0, self.peer >= 0, self.parameter >= 0)
+        if present != _PRESENT[self.op]:
+            pairs = zip(_FIELDS.values(), present, _PRESENT[self.op], strict=True)
+            name, is_given = next((name, given) for name, given, needed in pairs if given != needed)
+            raise ScheduleError(f"{self.op} {'takes no' if is_given else 'needs'} {name}")
 
     def __str__(self) -> str:
         return " ".join([self.op, *(f"{x}{getattr(self, _FIELDS[x])}" for x in _OPERANDS[self.op])])
@@ -179,18 +182,22 @@ class Action:
 
 
 Schedule = tuple[tuple[Action, ...], ...]
+_KEPT = 1 << 15  # actions of each kind: a search simulates the same ones again and again
 
 
+@lru_cache(_KEPT)
 def forward(stage: int, microbatch: int) -> Action:
     """`F s<stage> m<microbatch>`."""
     return Action(Op.FORWARD, stage, microbatch)
 
 
+@lru_cache(_KEPT)
 def backward(stage: int, microbatch: int) -> Action:
     """`B s<stage> m<microbatch>`."""
     return Action(Op.BACKWARD, stage, microbatch)
 
 
+@lru_cache(_KEPT)
 def weight(stage: int, microbatch: int) -> Action:
     """`W s<stage> m<microbatch>`."""
     return Action(Op.WEIGHT, stage, microbatch)

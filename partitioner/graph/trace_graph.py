@@ -44,6 +44,7 @@ import itertools
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 
 import networkx as nx
 import numpy as np
@@ -53,7 +54,7 @@ from smpc.partitioner.costs.cost import Workspace
 from smpc.partitioner.graph.plan import INPUTS, Edge
 from smpc.partitioner.problem import IntArray
 from smpc.tracer.constants import references
-from smpc.tracer.ir import ModuleCall, NodeKind, Trace
+from smpc.tracer.ir import NodeKind, Trace
 
 NO_STAGE = (NodeKind.PLACEHOLDER, NodeKind.GET_ATTR)
 
@@ -80,6 +81,16 @@ class Graph:
     def num_compute(self) -> int:
         """Number of compute nodes."""
         return len(self.compute)
+
+    @cached_property
+    def call_parents(self) -> IntArray:
+        """By call: the call around it, or -1."""
+        return np.array([call.parent for call in self.trace.calls], dtype=np.int64)
+
+    @cached_property
+    def called_modules(self) -> tuple[int, ...]:
+        """Positions of the modules that are called whole."""
+        return tuple(i for i, node in enumerate(self.trace.nodes) if node.kind is NodeKind.CALL_MODULE)
 
     def is_compute(self, position: int) -> bool:
         """Whether the node belongs to a stage."""
@@ -207,22 +218,16 @@ def largest_whole_calls(graph: Graph, stage_of: IntArray, stage: int) -> tuple[s
 
     `stage_of` is by rank.
     """
-    whole: list[bool] = []
-    found: list[tuple[int, str]] = []
     mine = np.concatenate(([0], np.cumsum(stage_of == stage)))
-    for call, (first, last) in zip(graph.trace.calls, graph.call_spans.tolist(), strict=True):
-        inside = bool(last > first and mine[last] - mine[first] == last - first)
-        whole.append(inside)
-        if inside and not _inside_whole(call, whole):
-            found.append((first, call.fqn))
-    for position, node in enumerate(graph.trace.nodes):
-        if node.kind is NodeKind.CALL_MODULE and stage_of[graph.rank[position]] == stage and not whole[node.call]:
+    first, last = graph.call_spans.T
+    whole = (last > first) & (mine[last] - mine[first] == last - first)
+    outermost = whole & ~((graph.call_parents >= 0) & whole[graph.call_parents])
+    found = [(int(first[call]), graph.trace.calls[call].fqn) for call in np.flatnonzero(outermost).tolist()]
+    for position in graph.called_modules:
+        node = graph.trace.nodes[position]
+        if stage_of[graph.rank[position]] == stage and not whole[node.call]:
             found.append((int(graph.rank[position]), node.target))
     return tuple(dict.fromkeys(fqn for _, fqn in sorted(found, key=lambda pair: pair[0])))
-
-
-def _inside_whole(call: ModuleCall, whole: list[bool]) -> bool:
-    return call.parent >= 0 and whole[call.parent]
 
 
 @dataclass(frozen=True)

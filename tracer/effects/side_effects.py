@@ -223,10 +223,11 @@ class EffectWatch:
 
     def node_added(self, name: str, is_random: bool) -> None:
         """A call has been recorded, as the node of that name."""
+        here = self._here()
         for storage in self._keeping:
-            self._kept.setdefault(storage, {}).setdefault(name, self._here())
+            self._kept.setdefault(storage, {}).setdefault(name, here)
         self._keeping.clear()
-        self.attributes.node_added(name, self._here())
+        self.attributes.node_added(name, here)
         is_inside = torch_calls.in_kernel() or self._recorder.muted  # transforms have settings of their own
         changed = "" if is_inside else torch_calls.changed_setting(self._settings, torch_calls.settings())
         if changed:

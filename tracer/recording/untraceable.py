@@ -14,6 +14,7 @@ they do is recorded like all else, and their modules may be cut.
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
@@ -82,7 +83,7 @@ def current_line() -> str:
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and frame.f_code is not call_model.__code__:
         if is_users(frame):
-            return f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
+            return f"{os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno}"
         frame = frame.f_back
     return ""
 

@@ -2,6 +2,7 @@
 
     undo = replace_clipping({"clip_grad_norm_": lambda original: ...})
     undo = replace_method(DistributedDataParallel, "__init__", lambda original: ...)
+    undo = patch_attribute(module, "name", value)             # by a value that does without the original
     undo = replace_unscaling(lambda parameters: [group])      # torch.amp.GradScaler: an overflow of one rank counts for all of the group
 
 Several may exchange the same function: each calls what was there before it, and taking one back leaves the others in place.
@@ -154,6 +155,13 @@ def refuse_scaling(parts_in: Callable[[Sequence[Tensor]], str]) -> Undo:
             each()
 
     return undo
+
+
+def patch_attribute(owner: Any, name: str, value: Any) -> Undo:
+    """Replace an attribute by a value; returns the function that undoes it."""
+    original = vars(owner)[name]
+    setattr(owner, name, value)
+    return lambda: setattr(owner, name, original)
 
 
 def replace_method(owner: type | types.ModuleType, name: str, make: Maker) -> Undo:
