@@ -25,6 +25,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -35,7 +36,7 @@ from smpc.executor.collectives import TensorGroup, sum_over
 from smpc.executor.replicas.apart import ExpertsApart
 from smpc.experts.confirm import Confirmations, Confirmed
 from smpc.experts.dispatch import WAYS, owned
-from smpc.experts.listed import spread_out
+from smpc.experts.listed import ListedBlock, spread_out
 from smpc.experts.stacked import Options, cut, look_at
 from smpc.experts.structure import (
     Found,
@@ -72,11 +73,12 @@ class ExpertParallelModule(nn.Module):
         holdings: ExpertHoldings,
         experts: Mapping[str, int],
         left_whole: Mapping[str, str],
+        blocks: Sequence[ListedBlock] = (),
     ) -> None:
         super().__init__()
         self.training = model.training
         self.group, self.experts, self.left_whole = group, dict(experts), dict(left_whole)
-        self._holdings = holdings
+        self._holdings, self._blocks = holdings, tuple(blocks)
         self.model = model
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -114,13 +116,24 @@ class ExpertParallelModule(nn.Module):
     def average_gradients(self) -> None:
         """Averages the gradients outside the experts over the group, in place. All ranks must call it, after backward.
 
-        A parameter that has a gradient on some rank gets one on all; one that has none anywhere keeps none.
+        A parameter that has a gradient on some rank gets one on all; one that has none anywhere keeps none. An expert that is a module of
+        its own and was called without rows has a gradient of zero, as in one process.
         """
+        self._give_zeros()
         own = {id(parameter) for _, parameter in self.expert_parameters()}
         others = [p for p in self.model.parameters() if id(p) not in own and p.requires_grad]
         if not others or self.group.size == 1:
             return
         average_gradients(others, partial(sum_over, group=self.group), self.group.size)
+
+    def _give_zeros(self) -> None:
+        """Gives a gradient of zero to experts of this rank that have none, and that some rank has called since the last time."""
+        for block in self._blocks:
+            mine = block.wanted_parameters_of_all()
+            block.wanted.clear()
+            for parameter in mine:
+                if parameter.grad is None:
+                    parameter.grad = torch.zeros_like(parameter)
 
     def whole_state_dict(self) -> dict[str, Tensor]:
         """The whole model's `state_dict`, on every rank; all must call it."""
@@ -186,17 +199,19 @@ def cut_experts(
     found: list[Found] = [one.experts if isinstance(one, Confirmed) else one for one in confirmed]
     holdings = ExpertHoldings.of(model, found if group.size > 1 else [], group)
     options = replace(options, around=plain_parameters)
+    blocks: list[ListedBlock] = []
     for one in confirmed if group.size > 1 else []:
         if isinstance(one, Confirmed):
             cut(one, group, options)
         else:
-            spread_out(one, group, options)
+            blocks.append(spread_out(one, group, options))
     for stacked in (one for one in found if isinstance(one, Stacked) and group.size > 1):
         mine = owned(stacked.num_experts, group)
         note_rows(stacked.module, dict.fromkeys(stacked.parameters, (stacked.num_experts, mine)), group, stacked.name)
     if looks and group.size > 1:
         look_at(model, options)
-    return ExpertParallelModule(model, group, holdings, {one.name: one.num_experts for one in found}, left_whole)
+    numbers = {one.name: one.num_experts for one in found}
+    return ExpertParallelModule(model, group, holdings, numbers, left_whole, blocks)
 
 
 def _expert_options(

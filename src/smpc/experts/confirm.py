@@ -309,7 +309,9 @@ def _same_rows(found: object, expected: Tensor, start: int = 0) -> bool:
 
 
 def _tried_members(found: Listed) -> str | None:
-    """None if all experts treat every row alike, else why one does not."""
+    """None if a block has no other lists of experts and all of these treat every row alike, else why not."""
+    if found.beside:
+        return f"its block calls {', '.join(found.beside)}, too, and tokens of a block travel once; make one module of each expert"
     tried: list[object] = []
     for place, member in enumerate(found.members):
         made = _made_as(member, place)

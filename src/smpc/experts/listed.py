@@ -36,7 +36,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 from smpc.errors import TraceError, UsageError
-from smpc.executor.collectives import TensorGroup
+from smpc.executor.collectives import TensorGroup, sum_over
 from smpc.experts.dispatch import capacity_of, combine, dispatch, owned
 from smpc.experts.linear import scale_gradient, touched
 from smpc.experts.stacked import Options, take_role
@@ -166,6 +166,16 @@ class ListedBlock:
         """Of the experts that were called where gradients are wanted, the parameters that gradients reach."""
         names = self._reached() if self.wanted else ()
         return (p for expert in self.wanted for name, p in self.members[expert].named_parameters() if name in names)
+
+    def wanted_parameters_of_all(self) -> list[nn.Parameter]:
+        """Of this rank's experts that some rank has called where gradients are wanted, the parameters that gradients reach. Collective."""
+        called = torch.zeros(len(self.members), dtype=torch.int32)
+        called[sorted(self.wanted)] = 1
+        device = next(self.members[self.mine.start].parameters()).device
+        counts = sum_over(called.to(device), self.group).tolist()
+        own = [expert for expert in self.mine if counts[expert]]
+        names = self._reached() if own else ()
+        return [p for expert in own for name, p in self.members[expert].named_parameters() if name in names]
 
     def _reached(self) -> frozenset[str]:
         """The parameters that an expert's result depends on, by their names in it: one may have others, which stay without gradients."""

@@ -19,7 +19,7 @@ from __future__ import annotations
 import fnmatch
 import inspect
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import nn
 
@@ -46,6 +46,7 @@ class Listed:
     block: nn.Module
     container: nn.Module
     keys: tuple[str, ...]  # of the members in the container, in order
+    beside: tuple[str, ...] = ()  # the names of other lists of experts that the same block calls
 
     @property
     def members(self) -> list[nn.Module]:
@@ -125,7 +126,15 @@ def find_experts(model: nn.Module, patterns: Sequence[str] | None = None) -> lis
         if listed is not None and not any(_holds_experts(member) for member in listed.members):
             found.append(listed)
             inside.update(id(part) for member in listed.members for part in member.modules())
-    return found
+    return [_with_those_beside(one, found) for one in found]
+
+
+def _with_those_beside(one: Found, every: list[Found]) -> Found:
+    """The same experts, which know the others of their block."""
+    if not isinstance(one, Listed):
+        return one
+    lists = (other for other in every if isinstance(other, Listed) and other.block is one.block)
+    return replace(one, beside=tuple(other.name for other in lists if other.name != one.name))
 
 
 def _matches_expert_pattern(name: str, patterns: Sequence[str] | None) -> bool:

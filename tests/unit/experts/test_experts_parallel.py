@@ -302,6 +302,79 @@ def test_layers_beside_blocks_of_experts_are_no_experts():
     assert [one.name for one in find_experts(SeveralRouters())] == ["experts"]
 
 
+class InTwoLists(nn.Module):
+    """The two layers of each expert in lists of their own."""
+
+    def __init__(self):
+        super().__init__()
+        self.router = nn.Linear(16, 4)
+        self.ups = nn.ModuleList(nn.Linear(16, 20) for _ in range(4))
+        self.downs = nn.ModuleList(nn.Linear(20, 16) for _ in range(4))
+
+    def forward(self, x):
+        index = self.router(x).argmax(-1)
+        result = torch.zeros_like(x)
+        for number, (up, down) in enumerate(zip(self.ups, self.downs, strict=True)):
+            result[index == number] = down(up(x[index == number]).relu())
+        return result
+
+
+def test_a_block_with_two_lists_of_experts_is_whole():
+    """It was a TypeError about the order of base classes."""
+    check_refused(InTwoLists(), "ups: its block calls downs, too.*downs: its block calls ups, too")
+    block, rows = InTwoLists(), torch.randn(8, 16)
+    expected = block(rows)
+    modules = [shard(copy.deepcopy(block), group, experts=["ups"]) for group in tensor_groups(2)]
+    for found in run_ranks(2, lambda rank: modules[rank](rows)):
+        torch.testing.assert_close(found, expected)
+
+
+class Unasked(LoopBlock):
+    """Calls all experts, though it be without rows; no token chooses the first or the last."""
+
+    def __init__(self, width, num_experts):
+        super().__init__(width, num_experts)
+        self.experts[3].spare = nn.Parameter(torch.ones(3))
+        for expert in self.experts[:3]:
+            expert.spare = nn.Parameter(torch.ones(3))
+
+    def forward(self, x):
+        index = self.router(x).argmax(-1) % 2 + 1
+        result = torch.zeros_like(x)
+        for number, expert in enumerate(self.experts):
+            result[index == number] = expert(x[index == number])
+        return result
+
+
+@pytest.mark.parametrize("block", [Unasked, LoopBlock])
+def test_experts_called_without_rows_have_gradients_of_zero(block):
+    """They had none, so no decay of weights either; experts that are not called have none."""
+    torch.manual_seed(0)
+    whole = block(16, 4)
+    with torch.no_grad():
+        whole.router.bias = nn.Parameter(torch.tensor([0.0, 0, 0, -1e9]))
+    modules = [shard(copy.deepcopy(whole), group) for group in tensor_groups(2)]
+    batches = [torch.randn(6, 16, generator=torch.Generator().manual_seed(seed)) for seed in range(2)]
+
+    def train(module, *given):
+        optimizer = torch.optim.AdamW(module.parameters(), lr=0.1, weight_decay=0.5)
+        for _ in range(2):
+            optimizer.zero_grad()
+            for x in given:
+                found = module(x)
+                (found[0] if isinstance(found, tuple) else found).square().sum().div(len(given)).backward()
+            if module is not whole:
+                module.average_gradients()
+            optimizer.step()
+
+    run_ranks(2, lambda rank: train(modules[rank], batches[rank]))
+    train(whole, *batches)
+    expected = {name: value for name, value in whole.state_dict().items() if name != "load"}
+    for found in run_ranks(2, lambda rank: modules[rank].whole_state_dict()):
+        for name, value in expected.items():
+            torch.testing.assert_close(found[name], value, rtol=1e-5, atol=1e-6, msg=name)
+
+
 class Depths(nn.Module):
     """Layers in lists, with as many heads; the lists have no forward that a block could call."""
 
