@@ -40,7 +40,7 @@ from smpc.executor.collectives import TensorGroup, sum_over
 from smpc.experts.dispatch import capacity_of, combine, dispatch, owned
 from smpc.experts.linear import scale_gradient, touched
 from smpc.experts.stacked import Options, take_role
-from smpc.experts.structure import Listed
+from smpc.experts.structure import LEAVE_WHOLE, Listed
 from smpc.tracer import mark_leaf
 
 _BLOCK, _MEMBER = "_smpc_block_of_experts", "_smpc_expert"
@@ -105,7 +105,7 @@ class ListedBlock:
         if len(given) != 1 or not isinstance(given[0], Tensor) or not given[0].is_floating_point():
             raise UsageError(
                 f"{self.name}: expected experts to be called with one tensor of rows, found "
-                f"{', '.join(type(value).__name__ for value in given) or 'nothing'}; leave these experts whole (`experts=`)"
+                f"{', '.join(type(value).__name__ for value in given) or 'nothing'}; {LEAVE_WHOLE}"
             )
         rows = given[0]
         if self.position is None:
@@ -116,7 +116,7 @@ class ListedBlock:
             if self.autocast.get(rows.device.type, (is_cast, kind)) != (is_cast, kind):
                 raise UsageError(
                     f"{self.name}: expected experts to be called with the autocast of their block, as ranks serve the rows of all, found "
-                    f"{kind if is_cast else 'none'} for module {expert}; set it around the block, or leave these experts whole (`experts=`)"
+                    f"{kind if is_cast else 'none'} for module {expert}; set it around the block, or {LEAVE_WHOLE}"
                 )
             return rows.new_zeros(rows.shape[:-1] + self.width(rows), dtype=kind if is_cast else rows.dtype)
         return self._again(expert, rows)
@@ -129,7 +129,7 @@ class ListedBlock:
         if call is None or call.expert != expert or not _same_expert_values(call.given, rows):
             raise UsageError(
                 f"{self.name}: expected what one expert gets not to depend on what another returns, nor on how often the block has run, "
-                f"found other rows for module {expert} when they had returned; leave these modules whole (`experts=`)"
+                f"found other rows for module {expert} when they had returned; {LEAVE_WHOLE}"
             )
         assert call.result is not None
         return call.result if torch.is_grad_enabled() else call.result.detach()
@@ -141,9 +141,7 @@ class ListedBlock:
             with self.options.uses.inside():
                 found = self._of_one(rows) if self.keeps and self.absent is None else self._of_absent(rows)
             if not isinstance(found, Tensor) or found.dim() != 2 or found.shape[0] != 1:
-                raise UsageError(
-                    f"{self.name}: expected experts to return a row for every row; leave these whole (`experts=`)"
-                )
+                raise UsageError(f"{self.name}: expected experts to return a row for every row; {LEAVE_WHOLE}")
             self.widths[key] = found.shape[1:]
         return self.widths[key]
 
@@ -269,7 +267,7 @@ class BlockOfExperts(nn.Module):
             output = own(*args, **kwargs)
             if block.position != len(block.calls):
                 raise UsageError(
-                    f"{block.name}: expected {len(block.calls)} calls of experts, found {block.position}; leave these whole (`experts=`)"
+                    f"{block.name}: expected {len(block.calls)} calls of experts, found {block.position}; {LEAVE_WHOLE}"
                 )
         finally:
             block.calls, block.position = None, None
@@ -292,8 +290,7 @@ class ListedExpert(nn.Module):
         block, expert = vars(self)[_MEMBER]
         if block.calls is None and not block.is_invented:
             raise UsageError(
-                f"{block.name}: expected expert {expert} to be called by its block, found a call from elsewhere; leave these experts whole "
-                "(`experts=`)"
+                f"{block.name}: expected expert {expert} to be called by its block, found a call from elsewhere; {LEAVE_WHOLE}"
             )
         return block.called(expert, args, kwargs)
 

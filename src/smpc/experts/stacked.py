@@ -31,6 +31,7 @@ from smpc.experts.dispatch import capacity_of, combine, dispatch, owned
 from smpc.experts.linear import scale_gradient
 from smpc.experts.outside_uses import OutsideUses
 from smpc.experts.routers import round_robin_route
+from smpc.experts.structure import LEAVE_WHOLE
 from smpc.tracer import register_shape_rule
 from smpc.tracer.recording.recorder import current_recorder
 
@@ -251,9 +252,7 @@ def _routing_arguments(
         found = ", ".join(
             [type(value).__name__ for value in args] + [f"{name}={type(kwargs[name]).__name__}" for name in kwargs]
         )
-        raise UsageError(
-            f"expected three tensors, {', '.join(names)}, found ({found}); leave these experts whole (`experts=`)"
-        )
+        raise UsageError(f"expected three tensors, {', '.join(names)}, found ({found}); {LEAVE_WHOLE}")
     return given[0], given[1], given[2]
 
 

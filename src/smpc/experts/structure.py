@@ -23,6 +23,7 @@ from dataclasses import dataclass, replace
 
 from torch import nn
 
+LEAVE_WHOLE = "leave these experts whole (`experts=` of `shard`; in a training script, no expert_parallel_degree)"  # a way out in errors
 _OUTPUT = 3  # hidden states, experts, weights
 _REGISTERED = "_smpc_experts"
 
