@@ -185,19 +185,19 @@ Schedule = tuple[tuple[Action, ...], ...]
 _KEPT = 1 << 15  # actions of each kind: a search simulates the same ones again and again
 
 
-@lru_cache(_KEPT)
+@lru_cache(_KEPT, typed=True)
 def forward(stage: int, microbatch: int) -> Action:
     """`F s<stage> m<microbatch>`."""
     return Action(Op.FORWARD, stage, microbatch)
 
 
-@lru_cache(_KEPT)
+@lru_cache(_KEPT, typed=True)
 def backward(stage: int, microbatch: int) -> Action:
     """`B s<stage> m<microbatch>`."""
     return Action(Op.BACKWARD, stage, microbatch)
 
 
-@lru_cache(_KEPT)
+@lru_cache(_KEPT, typed=True)
 def weight(stage: int, microbatch: int) -> Action:
     """`W s<stage> m<microbatch>`."""
     return Action(Op.WEIGHT, stage, microbatch)

@@ -117,7 +117,8 @@ class ExpertParallelModule(nn.Module):
         """Averages the gradients outside the experts over the group, in place. All ranks must call it, after backward.
 
         A parameter that has a gradient on some rank gets one on all; one that has none anywhere keeps none. An expert that is a module of
-        its own and was called without rows has a gradient of zero, as in one process.
+        its own and was called without rows has a gradient of zero, as in one process. Every call with gradients enabled counts as one whose
+        backward runs: evaluate under `torch.no_grad`.
         """
         self._give_zeros()
         own = {id(parameter) for _, parameter in self.expert_parameters()}
