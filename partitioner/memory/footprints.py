@@ -37,7 +37,7 @@ from torch.utils._pytree import tree_leaves
 
 from smpc.tracer import targets
 from smpc.tracer.constants import Ref, map_references
-from smpc.tracer.ir import Autocast, Node, NodeKind, TensorSpec, Trace
+from smpc.tracer.ir import Autocast, Node, NodeKind, TensorSpec, Trace, contiguous_stride
 from smpc.tracer.replay import evaluate
 
 HANDED_ON, TOGETHER = -1, -2  # in place of bytes: it is the result's gradient; it is beside an earlier input's
@@ -67,10 +67,19 @@ class Footprint:
 
 def footprint(trace: Trace, position: int, stride: Stride | None = None) -> Footprint | None:
     """Of a node, if the gradient of its result has this stride, by default that of a dense tensor; None: nothing is known."""
-    found = trace.remembered((footprint, position), lambda: _footprints_of(_call(trace, trace.nodes[position])))
-    if stride not in found.by_stride:
-        found.by_stride[stride] = None if found.call is None else _run_once(found.call, stride)
-    return found.by_stride[stride]
+    spec = trace.nodes[position].spec
+    is_dense = stride is None or (spec is not None and stride == contiguous_stride(spec.shape))
+    return _footprints(trace, position).get(None if is_dense else stride)
+
+
+def forward_footprint(trace: Trace, position: int) -> Footprint | None:
+    """Of a node, for what its forward takes and returns: one with whatever gradient is known; None: nothing is known."""
+    known = _footprints(trace, position)
+    return next((found for found in known.by_stride.values() if found is not None), None) or known.get(None)
+
+
+def _footprints(trace: Trace, position: int) -> _Footprints:
+    return trace.remembered((footprint, position), lambda: _footprints_of(_call(trace, trace.nodes[position])))
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,6 +88,12 @@ class _Footprints:
 
     call: _Operation | None
     by_stride: dict[Stride | None, Footprint | None] = field(default_factory=dict)
+
+    def get(self, stride: Stride | None) -> Footprint | None:
+        """For a gradient with this stride, run now if it was not yet. None: a dense one."""
+        if stride not in self.by_stride:
+            self.by_stride[stride] = None if self.call is None else _run_once(self.call, stride)
+        return self.by_stride[stride]
 
 
 @dataclass(frozen=True)
@@ -108,7 +123,7 @@ def _call(trace: Trace, node: Node) -> _Operation | None:
         return None
     is_view = False
     if changed:
-        origin = footprint(trace, trace.position(node.inputs[changed[0]]))
+        origin = forward_footprint(trace, trace.position(node.inputs[changed[0]]))
         is_view = origin is not None and origin.is_view
     names = {name: f"v{i}" for i, name in enumerate(node.inputs)}
     args, kwargs = (map_references(tree, lambda name: Ref(names[name])) for tree in (node.args, node.kwargs))

@@ -46,7 +46,7 @@ import numpy as np
 
 from smpc.partitioner.graph.recompute import region_inputs
 from smpc.partitioner.graph.trace_graph import Graph
-from smpc.partitioner.memory.footprints import HANDED_ON, Footprint, Stride, footprint
+from smpc.partitioner.memory.footprints import HANDED_ON, Footprint, Stride, footprint, forward_footprint
 from smpc.partitioner.problem import IntArray
 from smpc.tracer import targets
 from smpc.tracer.ir import Node, NodeKind, Region
@@ -186,7 +186,7 @@ def live_forward(
         end = last[storage] + 1 if storage not in kept else max(start, saver.get(storage, start))
         change[start] += graph.trace.storages[storage]
         change[end] -= graph.trace.storages[storage]
-    known = [footprint(graph.trace, position) if exact else None for position in positions]
+    known = [forward_footprint(graph.trace, position) if exact else None for position in positions]
     scratch = np.asarray(
         [_rearranged(nodes[i]) if found is None else found.scratch for i, found in zip(positions, known, strict=True)],
         dtype=np.int64,
