@@ -221,6 +221,7 @@ class _Writer:
     )  # reads of parameters in `ShardedTrace.summed`, with those names
     written: set[int] = field(init=False)  # storages
     fakes: dict[str, Any] = field(default_factory=dict)
+    empty: dict[tuple[Any, ...], torch.Tensor] = field(default_factory=dict)  # by shape, strides and dtype
     results: dict[str, Any] = field(default_factory=dict)  # of calls on fakes, by all that they depend on
     mode: FakeTensorMode = field(default_factory=lambda: FakeTensorMode(allow_non_fake_inputs=True))
 
@@ -372,16 +373,11 @@ class _Writer:
 
         try:
             with self.mode, torch.set_grad_enabled(node.grad_enabled), saved_tensors_hooks(note, lambda tensor: tensor):
-                values = {each: self._leaf(each) for each in node.inputs}
+                values = {each: self._apart(each, self.specs[each].requires_grad) for each in node.inputs}
                 evaluate(node, values, torch.device("cpu"))
         except Exception:  # an operation that fake tensors cannot do
             return False
         return values[name].untyped_storage()._cdata in seen
-
-    def _leaf(self, name: str) -> Any:
-        """A fake of a value, with a gradient if it has one."""
-        fake = self._fake(name)
-        return fake.detach().requires_grad_(self.specs[name].requires_grad) if isinstance(fake, torch.Tensor) else fake
 
     def _note_inside(self, node: Node, strategy: Strategy) -> None:
         """The collectives that an operation makes itself."""
@@ -468,10 +464,8 @@ class _Writer:
         is_known = all(name in self.specs for name in node.inputs)
         if node.target not in _RESHAPING or node.storage in self.written or not is_known:
             return node
-        values = {name: self._fake(name) for name in node.inputs}
         try:
-            with self.mode, torch.no_grad():
-                evaluate(node, values, torch.device("cpu"))
+            self._run(node)
         except (RuntimeError, ValueError):
             return dataclasses.replace(node, target=_RESHAPING[node.target])
         return node
@@ -485,14 +479,8 @@ class _Writer:
         """Runs a node on fake tensors; its strides. The shape must be the one that the layout means."""
         if node.target.startswith(TENSOR_OPS) or node.kind is NodeKind.CALL_MODULE:
             return contiguous_stride(shape or ())
-        values = {name: self._fake(name) for name in node.inputs}
-        call = map_references((node.args, dict(node.kwargs)), lambda name: _form_of_sharded_call(values[name]))
-        form = repr((node.target, call, node.grad_enabled, node.autocast))
         try:
-            if form not in self.results:  # blocks of a model do the same again and again
-                with self.mode, torch.no_grad():
-                    self.results[form] = evaluate(node, values, torch.device("cpu"))
-            found = self.results[form]
+            found = self._run(node)
         except (RuntimeError, TypeError, ValueError) as error:
             raise CodegenError(
                 f"expected {node.target} at {node.source} to run on slices of its inputs, found {error}; give its module the "
@@ -508,12 +496,35 @@ class _Writer:
             )
         return tuple(found.stride())
 
+    def _run(self, node: Node) -> Any:
+        """The result of a node on fakes: made once for all that are the same, since blocks of a model do the same again and again."""
+        values = {name: self._apart(name) if node.mutates else self._fake(name) for name in node.inputs}
+        call = map_references((node.args, dict(node.kwargs)), lambda name: _form_of_sharded_call(values[name]))
+        form = repr((node.target, call, node.grad_enabled, node.autocast))
+        if form not in self.results:
+            with self.mode, torch.no_grad():
+                self.results[form] = evaluate(node, values, torch.device("cpu"))
+        return self.results[form]
+
     def _fake(self, name: str) -> Any:
+        """For a value: one for all that nothing was run for and that look the same."""
         if name not in self.fakes:
             spec = self.specs[name]
-            with self.mode:
-                self.fakes[name] = torch.empty_strided(spec.shape, spec.stride, dtype=spec.torch_dtype, device="cpu")
+            look = spec.shape, spec.stride, spec.dtype
+            if look not in self.empty:
+                with self.mode:
+                    self.empty[look] = torch.empty_strided(*look[:2], dtype=spec.torch_dtype, device="cpu")
+            self.fakes[name] = self.empty[look]
         return self.fakes[name]
+
+    def _apart(self, name: str, requires_grad: bool = False) -> Any:
+        """A fake of a value in memory of its own."""
+        fake = self._fake(name)
+        if not isinstance(fake, torch.Tensor):
+            return fake
+        with self.mode:
+            found = torch.empty_strided(fake.shape, fake.stride(), dtype=fake.dtype, device="cpu")
+        return found.requires_grad_(requires_grad)
 
     # -- conversions ---------------------------------------------------------------------------------------------------
 

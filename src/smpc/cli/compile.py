@@ -204,15 +204,14 @@ def _verify_target(
 
 def _search_target(target: str, specs: tuple[InputSpec, ...], given: dict[str, Any]) -> tuple[Search, Compilation]:
     """The search for the fastest way to train the target, and the compilation of what it found."""
-    from smpc.compile.passes import schedule_plan, write_programs
+    from smpc.compile.passes import write_programs
     from smpc.compile.search import search
 
     with _loaded_target(target, specs) as (model, sample_inputs, show):
         found = search(model, sample_inputs, show_progress=show, **given)
         show("Writing and checking the programs")
-        planned = schedule_plan(found.trace, found.plan)
         shared = {"sharded": found.sharded, "context": found.context, "divided": found.divided}
-        return found, write_programs(planned, **shared)
+        return found, write_programs(found.planned, **shared)
 
 
 def _check_counts(counts: dict[str, int], world_size: int | None) -> None:

@@ -22,6 +22,7 @@ from smpc.codegen.rewrite.expert_parallel import ExpertTrace
 from smpc.codegen.rewrite.tensor_parallel.rewrite import ShardedTrace
 from smpc.compile.exchange import Sharding
 from smpc.compile.options import PipelineOptions
+from smpc.compile.result import Planned
 from smpc.compile.search.space import Candidate, Setting
 from smpc.compile.step import StepParts
 from smpc.config.numbers import at_least
@@ -74,7 +75,7 @@ class Result:
 
 @dataclass(frozen=True)
 class Search:
-    """What was found: `options` give the best candidate's `plan`, `trace` is that of one of its microbatches.
+    """What was found: `options` give the best candidate's plan, `planned`, made from the `trace` of one of its microbatches.
 
     gap: nothing that was left out without a plan could be faster by more than this part of the best step.
     """
@@ -85,14 +86,23 @@ class Search:
     device: str
     optimizer: str
     results: tuple[Result, ...]  # the best first, then what fits by time, what is open, and what does not fit by memory
-    trace: Trace
+    planned: Planned
     options: PipelineOptions
-    plan: Plan
     gap: float
     sharded: ShardedTrace | None = None  # with tensor-parallel ranks: how they share the trace
     parts: StepParts | None = None  # where the time of the best step goes
     context: ContextTrace | None = None  # with context-parallel ranks: how they share sequences
     divided: ExpertTrace | None = None  # with expert-parallel ranks: what travels
+
+    @property
+    def trace(self) -> Trace:
+        """What one rank of each stage computes for a microbatch."""
+        return self.planned.trace
+
+    @property
+    def plan(self) -> Plan:
+        """That of the best candidate."""
+        return self.planned.plan
 
     @property
     def best(self) -> Result:

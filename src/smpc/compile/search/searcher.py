@@ -43,8 +43,7 @@ from typing import Any
 
 from torch import nn
 
-from smpc.compile.passes import schedule_plan
-from smpc.compile.result import Traced
+from smpc.compile.result import Planned, Traced
 from smpc.compile.search.estimate import EstimatedSample, Guess, least_peak, least_step
 from smpc.compile.search.forecast import Forecast, Plans
 from smpc.compile.search.result import Result, Search, Verdict, nothing_fits, ordered
@@ -183,7 +182,7 @@ class _Searcher:
     fullness: dict[tuple[Load, str], float] = field(default_factory=dict)  # planned over guessed peaks
     slowness: dict[str, float] = field(default_factory=dict)  # planned over guessed steps, by schedule
     results: list[Result] = field(default_factory=list)
-    best: tuple[Result, Plan] | None = None
+    best: tuple[Result, Planned] | None = None
     least: tuple[int, Candidate] | None = None
     is_least: bool = True  # no other candidate can need less
     queue: list[tuple[bool, float, int, Waiting]] = field(default_factory=list)
@@ -211,7 +210,7 @@ class _Searcher:
             raise nothing_fits(self.setting, self.results, self.total, self.least, is_least=self.is_least)
         self._close()
         self.show("Planning the best", 0, 1)
-        best, plan = self._proven(*self.best)
+        best, planned = self._proven(*self.best)
         setting = self.setting
         traced = self.plans.traced(best.candidate)
         return Search(
@@ -219,14 +218,13 @@ class _Searcher:
             self.loads.batch_size,
             setting.limit,
             setting.device.name,
-            plan.optimizer,
+            planned.plan.optimizer,
             tuple(ordered(self.results, best, setting.limit)),
-            traced.trace,
+            planned,
             self.plans.options(best.candidate),
-            plan,
             max(0.0, self.gap),
             traced.sharded,
-            self.plans.parts(best.candidate, schedule_plan(traced.trace, plan)),
+            self.plans.parts(best.candidate, planned),
             traced.context,
             traced.divided,
         )
@@ -445,7 +443,8 @@ class _Searcher:
             if foretold is not None and self.best is not None and foretold.step_time >= self.best[0].step_time:
                 self.results.append(foretold)
                 return
-        result, plan = self._plan(candidate, waiting.bound, self.setting.limit if waiting.breaks_limit else _NO_LIMIT)
+        result, planned = self._plan(candidate, waiting.bound, self.setting.limit if waiting.breaks_limit else _NO_LIMIT)
+        plan = None if planned is None else planned.plan
         if plan is not None:
             peaks = rank_peaks(plan).values()
             if not waiting.breaks_limit and waiting.guess.peak > 0 and not candidate.offload:
@@ -466,8 +465,8 @@ class _Searcher:
             self._push_offloading(waiting, waiting.less[0], result.peak_bytes - waiting.less[1])
         if plan is not None:
             self.plans.cuts.setdefault(candidate.cut, plan)
-        if plan is not None and (self.best is None or result.step_time < self.best[0].step_time):
-            self.best = result, plan
+        if planned is not None and (self.best is None or result.step_time < self.best[0].step_time):
+            self.best = result, planned
 
     def _offload(self, waiting: Waiting, plan: Plan) -> Waiting:
         """What is done about this plan, which breaks the limit, by offloading: see `space.offloading`.
@@ -549,7 +548,7 @@ class _Searcher:
 
     # -- plans
 
-    def _plan(self, candidate: Candidate, bound: float, limit: int) -> tuple[Result, Plan | None]:
+    def _plan(self, candidate: Candidate, bound: float, limit: int) -> tuple[Result, Planned | None]:
         """The result of a candidate, and its plan if it has one."""
         try:
             planned = self.plans.planned(candidate, limit, prove=False)
@@ -561,26 +560,25 @@ class _Searcher:
             return result, None
         except (PartitionError, ConfigError, CodegenError) as error:
             return Result(candidate, Verdict.IMPOSSIBLE, reason=str(error)), None
-        return self.plans.result(candidate, planned), planned.plan
+        return self.plans.result(candidate, planned), planned
 
-    def _proven(self, quick: Result, quick_plan: Plan) -> tuple[Result, Plan]:
+    def _proven(self, quick: Result, quick_plan: Planned) -> tuple[Result, Planned]:
         """The best candidate planned with proof; its quick plan where that is faster, or as good as whatever ignores the limit.
 
         The quick plan is the best contiguous cut. Within the limit the integer program alone may have a better one, if it has more units
         than there are stages.
         """
         planned = self.plans.planned(quick.candidate, _NO_LIMIT, prove=True)
-        objective = planned.plan.objective
-        result, plan = quick, with_bound(quick_plan, objective.lower_bound)
+        result, best = quick, replace(quick_plan, plan=with_bound(quick_plan.plan, planned.plan.objective.lower_bound))
         breaks_limit = max(rank_peaks(planned.plan).values()) > self.setting.limit
-        if breaks_limit and plan.objective.gap > TOLERANCE and quick.candidate.num_stages < MAX_COARSE_UNITS:
+        if breaks_limit and best.plan.objective.gap > TOLERANCE and quick.candidate.num_stages < MAX_COARSE_UNITS:
             planned = self.plans.planned(quick.candidate, prove=True)
         found = replace(self.plans.result(quick.candidate, planned), without=quick.without)
         if found.peak_bytes <= self.setting.limit and found.step_time <= quick.step_time:
             objective = replace(planned.plan.objective, memory_limit=self.setting.limit)
-            result, plan = found, replace(planned.plan, objective=objective)
+            result, best = found, replace(planned, plan=replace(planned.plan, objective=objective))
         self.results[self.results.index(quick)] = result
-        return result, plan
+        return result, best
 
     def _least_memory(self) -> None:
         """Plans in the order of the bounds on the peak, until none can need less, or the budget is spent; one that fits is the best.
@@ -614,10 +612,10 @@ class _Searcher:
                     self.spent += cost
                     self._plan(least, bound, 1)
             if self.least is not None and self.least[0] <= self.setting.limit:
-                result, plan = self._plan(self.least[1], bound, self.setting.limit)
-                if plan is not None:
+                result, planned = self._plan(self.least[1], bound, self.setting.limit)
+                if planned is not None:
                     self.results.append(result)
-                    self.best = result, plan
+                    self.best = result, planned
                     return
 
     def _least_peaks(self, shape: Shape) -> Iterator[tuple[int, Candidate]]:
