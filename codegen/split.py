@@ -27,6 +27,7 @@ import builtins
 import itertools
 import keyword
 import unicodedata
+from bisect import bisect_left
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
@@ -98,7 +99,11 @@ class _TraceFacts:
     def __init__(self, trace: Trace, plan: Plan, units: Collection[str] = ()) -> None:
         self.trace, self.plan = trace, plan
         self.units = frozenset(units)
-        self.assignment = dict(plan.assignment)
+        self.positions: dict[int, list[int]] = {}  # by stage, of the nodes that the plan assigns to it
+        assignment = dict(plan.assignment)
+        for position, node in enumerate(trace.nodes):
+            if node.name in assignment:
+                self.positions.setdefault(assignment[node.name], []).append(position)
         self.live = trace.live
         self.users: dict[str, list[int]] = {}  # node -> positions of live nodes that read it
         for position, node in enumerate(trace.nodes):
@@ -165,6 +170,7 @@ class _StageWriter:
     modules: dict[str, None] = field(default_factory=dict)
     attributes: dict[str, None] = field(default_factory=dict)
     nodes: dict[str, None] = field(default_factory=dict)  # what the stage runs
+    positions: list[int] = field(default_factory=list)  # in the trace
     available: dict[str, None] = field(default_factory=dict)  # values at hand so far
     first_reads: dict[str, None] = field(default_factory=dict)  # reads of buffers that are rebound later
     foreign: frozenset[str] = frozenset()  # parameters and buffers of other stages
@@ -198,11 +204,17 @@ class _StageWriter:
         )
 
     def _select_nodes(self, recomputed: tuple[str, ...]) -> None:
-        again = dict.fromkeys(recomputed)
-        for node in self.program.trace.nodes:
-            runs = self.program.assignment.get(node.name) == self.index or node.name in again
-            if runs and self.program.computes(node) and node.name in self.program.live:
+        program, trace = self.program, self.program.trace
+        for position in sorted({*program.positions.get(self.index, ()), *map(trace.position, recomputed)}):
+            node = trace.nodes[position]
+            if program.computes(node) and node.name in program.live:
                 self.nodes[node.name] = None
+                self.positions.append(position)
+
+    def _runs_within(self, call: ModuleCall) -> bool:
+        """Whether the stage runs something of a call."""
+        found = bisect_left(self.positions, call.first)
+        return found < len(self.positions) and self.positions[found] < call.last
 
     # -- walking the module calls --------------------------------------------------------------------------------------
 
@@ -227,7 +239,7 @@ class _StageWriter:
             index = children.pop(0)
             call = calls[index]
             self._write_nodes(position, call.first)
-            if any(node.name in self.nodes for node in self.program.trace.nodes[call.first : call.last]):
+            if self._runs_within(call):
                 if self._is_intact(index):
                     self._emit_call(call)
                 elif call.fqn in self.program.units:

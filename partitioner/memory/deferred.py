@@ -230,16 +230,15 @@ def rank_shares(stages: Mapping[int, StageActions]) -> dict[int, RankShare]:
         waiting = {stage: action.beside.waiting + action.runs} | {i: b.waiting for i, b in action.beside.others}
         return sum(stages[i].terms.received * number for i, number in waiting.items())
 
-    known = [(stage, action) for stage, own in stages.items() for action in own.during()]
-    most_received = max(received(stage, action) for stage, action in known)
+    known = [(stage, action, received(stage, action)) for stage, own in stages.items() for action in own.during()]
+    most_received = max(now for *_, now in known)
     most, found = -1, dict[int, RankShare]()
-    for stage, action in known:
-        num_bytes, in_flight, beside, _ = action
-        has_begun = any(b.has_gradients or b.deferred for b in (beside, *dict(beside.others).values()))
+    for stage, (num_bytes, in_flight, beside, _), now in known:
+        has_begun = any(b.has_gradients or b.deferred for b in (beside, *(other for _, other in beside.others)))
         messages, counts = 0, beside.messages is not None
         if beside.messages is not None:
             messages = beside.messages.num_bytes + sum(stages[i].terms.sent * n for i, n in beside.messages.sent)
-        left = most_received - received(stage, action) if has_begun and not counts else 0
+        left = most_received - now if has_begun and not counts else 0
         shares = {stage: RankShare(num_bytes + left + messages, in_flight, messages)}
         for i, other in beside.others:
             shares[i] = RankShare(stages[i].idle(other, counts_messages=counts), stages[i].waiting(other))
@@ -290,7 +289,10 @@ def calls_put_off(
 ) -> tuple[int, ...]:
     """Positions of the calls whose gradients of parameters are left to W, in a stage that runs the nodes at `positions`."""
     ours, trace = set(positions), graph.trace
-    calls = (trace.position(node.name) for node in put_off(trace, cost_model))
+    calls = trace.remembered(
+        (calls_put_off, cost_model.worthwhile),
+        lambda: [trace.position(node.name) for node in put_off(trace, cost_model)],
+    )
     return tuple(i for i in calls if i in ours and not any(region.first <= i < region.last for region in regions))
 
 

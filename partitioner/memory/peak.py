@@ -296,8 +296,9 @@ def _batch_bytes(trace: Trace, cost_model: CostModel, use: StageUse, activations
     Of the batches that ranks call a step function with, the first rank's is the model's inputs, and the last rank gets it, beside its own.
     """
     number, rank = use.num_microbatches, use.ranks[use.index]
-    placeholders = [node for node in trace.nodes if node.kind is NodeKind.PLACEHOLDER]
-    narrow = {node.storage for node in placeholders if _is_narrow(node)} if cost_model.casts else set()
+    narrow = set[int]()
+    if cost_model.casts:
+        narrow = {node.storage for node in trace.nodes if node.kind is NodeKind.PLACEHOLDER and _is_narrow(node)}
     copied = sum(trace.storages[storage] for storage in sorted(narrow))
     given = number * (activations.input_bytes + copied)
     batches = cost_model.batches or (given,)

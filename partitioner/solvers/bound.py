@@ -57,8 +57,11 @@ def lower_bound(
     multiplier = np.asarray(in_flight, dtype=np.float64)
     weights = 1.0 / np.maximum(fixed.sum() + multiplier * held.sum(), 1e-300)
     weights /= weights.sum()
-    best, rate = 0.0, 0.5
+    # Where nothing is held, cutting all costs into equal parts is one of the placements: no weights find a larger bound.
+    best, rate, most = 0.0, 0.5, math.inf if held.any() else float(fixed.sum()) / len(multiplier)
     for _ in range(_ROUNDS if len(multiplier) > 1 else 1):
+        if best >= most * (1.0 - _ROUNDING):
+            break
         value, costs = _cheapest_for_bound(fixed, held, multiplier, weights)
         best = max(best, value)
         weights = weights * _exponential(rate * (costs / max(float(costs.max()), 1e-300)))

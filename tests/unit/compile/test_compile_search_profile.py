@@ -167,10 +167,10 @@ def test_how_long_a_schedule_takes_to_guess_does_not_grow_with_it(monkeypatch):
             gone_through.append(ranks * pieces * number) or built(name, ranks, pieces, number)
         ),
     )
-    split_uses.splits.cache_clear()
+    split_uses._splits_of_shown.cache_clear()
     for ranks, number in ((1024, 1), (512, 64), (128, 768), (30, 2000)):
         assert len(split_uses.splits("zb-v", ranks, 2, number).before_backward) == 2 * ranks
-    split_uses.splits.cache_clear()
+    split_uses._splits_of_shown.cache_clear()
     assert len(gone_through) == 4
     assert max(gone_through) <= 2000
 

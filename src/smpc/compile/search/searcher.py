@@ -443,7 +443,9 @@ class _Searcher:
             if foretold is not None and self.best is not None and foretold.step_time >= self.best[0].step_time:
                 self.results.append(foretold)
                 return
-        result, planned = self._plan(candidate, waiting.bound, self.setting.limit if waiting.breaks_limit else _NO_LIMIT)
+        result, planned = self._plan(
+            candidate, waiting.bound, self.setting.limit if waiting.breaks_limit else _NO_LIMIT
+        )
         plan = None if planned is None else planned.plan
         if plan is not None:
             peaks = rank_peaks(plan).values()

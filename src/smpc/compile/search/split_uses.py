@@ -88,10 +88,14 @@ class SplitUses:
         return cls(actions, before, len(actions[Op.FORWARD].row) > 0)
 
 
-@functools.lru_cache(4096)
 def splits(schedule: str, num_ranks: int, num_pieces: int, microbatches: int) -> SplitUses | None:
     """Of a schedule where backwards are split, or ranks have several stages and it is not long; else None."""
-    shown = min(microbatches, _ROUND * num_ranks * num_pieces)
+    return _splits_of_shown(schedule, num_ranks, num_pieces, min(microbatches, _ROUND * num_ranks * num_pieces))
+
+
+@functools.lru_cache(4096)
+def _splits_of_shown(schedule: str, num_ranks: int, num_pieces: int, shown: int) -> SplitUses | None:
+    """One for all schedules of which as many microbatches are gone through."""
     is_split, is_long = schedule.startswith("zb"), _is_long(num_ranks, num_pieces, shown)
     if not is_split and (is_long or num_pieces == 1):
         return None
