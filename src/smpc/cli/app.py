@@ -94,7 +94,8 @@ def _end_of_app(status: int) -> None:
 
 
 def _is_file(kind: type) -> bool:
-    return issubclass(kind, io.IOBase) or kind is tempfile._TemporaryFileWrapper
+    """Whether objects of a class are open files. io.IOBase itself would ask all its subclasses, of every class that there is."""
+    return issubclass(kind, io.IOBase.__mro__[1]) or kind is tempfile._TemporaryFileWrapper
 
 
 def _exit_status(arguments: Sequence[str] | None) -> int:
