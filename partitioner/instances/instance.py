@@ -153,12 +153,13 @@ class Instance:
             isinstance(group, list) and all(isinstance(name, str) for name in group) for group in together
         ):
             raise PartitionError("expected together to be a list of lists of names of nodes")
-        if isinstance(devices, int) and not 0 <= devices <= _MOST_DEVICES:
-            raise PartitionError(f"expected at most {_MOST_DEVICES} devices, found {_shown(devices)}")
+        is_number = isinstance(devices, int) and not isinstance(devices, bool)
+        if is_number and not 1 <= devices <= _MOST_DEVICES:
+            raise PartitionError(f"expected a number of devices from 1 to {_MOST_DEVICES}, found {_shown(devices)}")
         return cls.of(
             _rows_of_instance(Node, data["nodes"]),
             _rows_of_instance(Link, data["edges"]),
-            devices if isinstance(devices, int) else _rows_of_instance(Processor, devices),
+            devices if is_number else _rows_of_instance(Processor, devices),
             data.get("memory_weight", 0.0),
             together,
             data.get("split", "row"),

@@ -351,7 +351,7 @@ def solve_instance(instance: Instance, gap: float = 1e-3, time_limit: float = TI
     time_limit: seconds for the integer program; the other steps are bounded by their size. Raises MemoryLimitError if nothing
     fits, with the least memory and the fewest devices that would do; PartitionError for more devices than nodes.
     """
-    if time_limit < 0 or gap < 0:
+    if not (time_limit >= 0 and gap >= 0):  # nor nan
         raise PartitionError(f"expected a time limit and a gap of 0 or more, found {time_limit} and {gap}")
     unit_of, _ = joined(instance)
     number = len(set(unit_of))

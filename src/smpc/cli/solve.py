@@ -32,9 +32,10 @@ def solve_command(
 
     instance = read_instance(path, split)
     found = solve_instance(instance, gap, time_limit)
+    is_proven = found.lower_bound > 0 or found.bottleneck == 0
     if json_only:
         fields = {name: getattr(found, name) for name in found.__dataclass_fields__}
-        fields["gap"] = found.gap if found.lower_bound > 0 or found.bottleneck == 0 else None
+        fields["gap"] = found.gap if is_proven else None
         sys.stdout.write(json.dumps(fields, indent=1, allow_nan=False) + "\n")
         return
     from smpc.report.tables import TextTable
@@ -56,7 +57,7 @@ def solve_command(
     typer.echo(f"{len(instance.nodes):,} nodes, {len(instance.edges):,} edges, {instance.split} splits")
     headers = ("Device", "Kind", "Nodes", "Time", "Memory", "Limit")
     console.print(text_table(TextTable(headers, rows, left=("Kind",)), console.width))
-    proven = f"at most {found.gap:.3%} above the optimum" if found.lower_bound > 0 else "nothing proven"
+    proven = f"at most {found.gap:.3%} above the optimum" if is_proven else "nothing proven"
     typer.echo(f"largest time {max(found.times):.6g}; largest load {found.bottleneck:.6g}, {proven}, by {found.solver}")
     if found.note:
         typer.echo(found.note)

@@ -90,7 +90,9 @@ BAD = {
     "names": ({"nodes": [{"name": ["a"], "time": 1}], "edges": [], "devices": 1}, "the name ['a'] of node 0"),
     "groups": ({"nodes": [{"name": "a", "time": 1}], "edges": [], "devices": 1, "together": 3}, "together to be a list"),
     "no rows": ({"nodes": 3, "edges": [], "devices": 1}, "expected a list of Node objects, found int"),
-    "devices": ({"nodes": [{"name": "a", "time": 1}], "edges": [], "devices": 10**12}, "at most 100000 devices"),
+    "devices": ({"nodes": [{"name": "a", "time": 1}], "edges": [], "devices": 10**12}, "devices from 1 to 100000"),
+    "fewer than none": ({"nodes": [{"name": "a", "time": 1}], "edges": [], "devices": -1}, "devices from 1 to 100000, found -1"),
+    "a flag for a number": ({"nodes": [{"name": "a", "time": 1}], "edges": [], "devices": True}, "Processor objects, found bool"),
 }  # fmt: skip
 
 
@@ -122,10 +124,18 @@ def test_the_command_shows_what_it_found(tmp_path, capsys):
     assert found["stage_of"]["1"] == found["stage_of"]["3"]
 
 
+def test_nodes_that_take_no_time_are_proven(tmp_path, capsys):
+    """A load of nothing is the least there is."""
+    data = {"nodes": [{"name": "a", "time": 0}], "edges": [], "devices": 1}
+    assert main(["solve", str(written(tmp_path, data))]) == 0
+    assert "at most 0.000% above the optimum" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(
     ("content", "options"),
     [("{", ()), ('{"nodes": 3}', ()), (json.dumps(published(edges=3)), ()), (json.dumps(published()), ("--split", "round")),
-     (json.dumps(published(maxCPUs=0)), ()), (json.dumps(published()), ("--gap", "-1")), (None, ())],
+     (json.dumps(published(maxCPUs=0)), ()), (json.dumps(published()), ("--gap", "-1")), (None, ()),
+     (json.dumps(published()), ("--gap", "nan")), (json.dumps(published()), ("--time-limit", "nan"))],
 )  # fmt: skip
 def test_the_command_says_in_one_line_what_is_wrong(tmp_path, capsys, content, options):
     path = tmp_path / "none.json" if content is None else written(tmp_path, content)
