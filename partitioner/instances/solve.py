@@ -63,7 +63,7 @@ from smpc.partitioner.solvers.ilp import TIME_LIMIT, PlacementProblem, Value, re
 from smpc.partitioner.solvers.lattice import place
 from smpc.partitioner.solvers.loads import LoadProblem, simple_bound, solve_loads
 from smpc.partitioner.solvers.moves import improve_by_moves
-from smpc.partitioner.solvers.staged import Staged, solve_stages
+from smpc.partitioner.solvers.staged import MAX_PAIRS, STOPPED, Staged, solve_stages
 
 _MAX_ILP_UNITS = 48
 
@@ -190,6 +190,7 @@ def _in_bytes(limit: float | None, per_byte: Fraction, most: int) -> int:
 
 _LARGEST = 1e300
 _MAX_PROGRAM = 1500  # units x devices of an integer program
+_FIRST_PAIRS = 200_000_000  # of prefixes that are looked at before the integer program is asked
 
 
 def solve_loaded(instance: Instance, gap: float, time_limit: float) -> FoundPlacement | None:
@@ -197,11 +198,33 @@ def solve_loaded(instance: Instance, gap: float, time_limit: float) -> FoundPlac
     if instance.split == "free":
         return _solve_free(instance, gap, time_limit)
     problem = load_problem(instance)
-    staged = solve_stages(problem, gap)
+    first = solve_stages(problem, gap, _FIRST_PAIRS if _takes_program(problem) else MAX_PAIRS)
+    found = _from_stages(problem, first, gap, time_limit)
+    is_proven = found is not None and problem.bottleneck(found.device_of) <= found.lower_bound * (1.0 + gap)
+    if is_proven or first.note != STOPPED or not _takes_program(problem):
+        return found
+    whole = solve_stages(problem, gap)
+    if found is None:
+        return (
+            None if whole.device_of is None else FoundPlacement(whole.device_of, whole.lower_bound, "graph", whole.note)
+        )
+    found = replace(found, lower_bound=max(found.lower_bound, whole.lower_bound), note=whole.note)
+    if whole.device_of is not None and whole.bottleneck < problem.bottleneck(found.device_of):
+        found = replace(found, device_of=whole.device_of, solver="graph")
+    return found
+
+
+def _from_stages(problem: LoadProblem, staged: Staged, gap: float, time_limit: float) -> FoundPlacement | None:
+    """What the search of stages found, improved unless it is proven."""
     start, bound = staged.device_of, staged.lower_bound
     if start is None or not staged.note or staged.bottleneck <= bound * (1.0 + gap):
         return None if start is None else FoundPlacement(start, bound, "graph", staged.note)
     return _improved_loaded(problem, start, bound, staged, gap, time_limit)
+
+
+def _takes_program(problem: LoadProblem) -> bool:
+    """Whether the integer program knows its order, and is small enough: it then proves in seconds what may take minutes to search."""
+    return problem.in_row and problem.num_units * problem.num_devices <= _MAX_PROGRAM
 
 
 def _solve_free(instance: Instance, gap: float, time_limit: float) -> FoundPlacement | None:

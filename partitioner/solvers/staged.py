@@ -56,7 +56,8 @@ _SHARES = (0.1, 0.4, 0.8, 0.95, 1.0)  # of the way from what is proven to what i
 _FACTORS = (1.05, 1.2, 1.5, 2.0, 4.0)
 _MAX_STATES = 1000
 _MAX_CELLS = 20_000_000  # states x prefixes
-_MAX_PAIRS = 8_000_000_000  # of prefixes that are looked at for one problem
+MAX_PAIRS = 8_000_000_000  # of prefixes that are looked at for one problem
+STOPPED = "the search for placements stopped at its limit: best one found"
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,11 +71,12 @@ class Staged:
     note: str = ""
 
 
-def solve_stages(problem: LoadProblem, gap: float) -> Staged:
-    """The best placement in stages; proven within `gap` unless the graph has too many prefixes, which the note says."""
+def solve_stages(problem: LoadProblem, gap: float, most_pairs: int = MAX_PAIRS) -> Staged:
+    """The best placement in stages; proven within `gap` unless the graph has too many prefixes, or more pairs of them would have to be
+    looked at than `most_pairs` (`STOPPED`), which the note says."""
     bound = simple_bound(problem)
     if len(_staged_states(problem)[0]) > _MAX_STATES:
-        found = solve_stages(replace(problem, in_row=True), gap)
+        found = solve_stages(replace(problem, in_row=True), gap, most_pairs)
         return replace(
             found, lower_bound=min(bound, found.bottleneck), note="too many kinds of devices to try every order of them"
         )
@@ -83,19 +85,19 @@ def solve_stages(problem: LoadProblem, gap: float) -> Staged:
         few = _widest_prefixes(problem, order, _FEW_PREFIXES, _FEW_PREFIXES)[0]
         for tried in (_Prefixes.of(problem, order, 1, _SOME_PREFIXES), few):
             if tried is not None and best.bottleneck > bound * (1.0 + gap):
-                best = _better(best, _search_stages(tried, best.bottleneck, _MAX_PAIRS))
+                best = _better(best, _search_stages(tried, best.bottleneck, MAX_PAIRS))
     most = min(_MAX_PREFIXES, _MAX_CELLS // len(_staged_states(problem)[0]), _MAX_USES // max(1, len(problem.values)))
     lattice, is_whole = _widest_prefixes(problem, list(_staged_orders(problem))[-1], most, min(most, _SOME_PREFIXES))
     if lattice is None:
         return replace(best, lower_bound=bound, note="the graph is too large to search all placements")
-    budget, proven, note = _MAX_PAIRS, bound, "" if is_whole else "the graph has too many placements to search them all"
+    budget, proven, note = most_pairs, bound, "" if is_whole else "the graph has too many placements to search them all"
     for limit in _staged_limits(bound, best.bottleneck):
         if best.bottleneck <= proven * (1.0 + gap):
             break
         below = _search_stages(lattice, limit, budget)
         budget -= lattice.pairs
         if below is None:
-            note = "the search for placements stopped at its limit: best one found"
+            note = STOPPED
             break
         if below.device_of is not None:
             best = _better(best, below)

@@ -7,6 +7,7 @@ import itertools
 import math
 import random
 from fractions import Fraction
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -16,7 +17,9 @@ from hypothesis import strategies as st
 
 from smpc.errors import MemoryLimitError, PartitionError
 from smpc.partitioner import Instance, Link, Node, Processor, solve_instance
+from smpc.partitioner.instances import solve
 from smpc.partitioner.instances.solve import load_problem
+from smpc.partitioner.solvers import staged
 from smpc.partitioner.solvers.cuts import _narrow_cuts, cut_bound
 from smpc.partitioner.solvers.loads import simple_bound
 
@@ -141,6 +144,40 @@ def test_equals_brute_force(instance):
     assert solution.lower_bound <= best * (1 + 1e-9)
     assert solution.bottleneck <= best * (1 + 1e-3)
     assert solution.gap <= 2e-3 or best == 0
+
+
+@settings(max_examples=examples(100))
+@given(instances(), st.sampled_from([0.0, 10.0]))
+def test_a_row_whose_search_stops_goes_to_the_program_and_back(instance, time_limit):
+    """A graph of 36 units on five devices has 134,000 prefixes and was searched for minutes; the integer program takes seconds."""
+    instance = dataclasses.replace(instance, split="row")
+    found = list(placements(instance))
+    with mock.patch.object(solve, "_FIRST_PAIRS", 0):
+        if not found:
+            with pytest.raises(PartitionError):
+                solve_instance(instance, time_limit=time_limit)
+            return
+        solution = solve_instance(instance, time_limit=time_limit)
+    best = float(min(bottleneck(instance, stage_of) for stage_of in found))
+    assert solution.stage_of in found
+    assert solution.lower_bound <= best * (1 + 1e-9)
+    assert solution.bottleneck <= best * (1 + 1e-3)
+    assert solution.gap <= 2e-3 or best == 0
+
+
+def test_what_the_program_proves_is_not_searched_again():
+    """Units in a line, whose search is made to stop at once."""
+    instance, calls = dataclasses.replace(in_line(14, 3, 1), split="row"), []
+
+    def counted(problem, gap, most_pairs=staged.MAX_PAIRS):
+        calls.append(most_pairs)
+        return staged.solve_stages(problem, gap, most_pairs)
+
+    with mock.patch.object(solve, "_FIRST_PAIRS", 0), mock.patch.object(solve, "solve_stages", counted):
+        solution = solve_instance(instance)
+    assert solution.gap <= 1e-3
+    assert calls == [0]
+    assert solution.bottleneck == pytest.approx(solve_instance(instance).bottleneck, rel=1e-3)
 
 
 def in_line(n, devices, seed, *, backward=False):
