@@ -40,6 +40,7 @@ class WholeParameters:
     ) -> None:
         held = {id(p): p for module in modules for p in module.parameters() if stays_whole(p) and p not in left}
         self._parameters, self._groups = list(held.values()), groups
+        self.divisor: int | None = None  # of gradients; None: how many ranks there are
 
     def all(self) -> frozenset[nn.Parameter]:
         """What is not divided."""
@@ -47,7 +48,8 @@ class WholeParameters:
 
     def average(self) -> None:
         """Average the gradients (`average_gradients`). Collective."""
-        average_gradients(self._parameters, self._add, math.prod(group.size() for group in self._groups))
+        every = math.prod(group.size() for group in self._groups)
+        average_gradients(self._parameters, self._add, self.divisor or every)
 
     def _add(self, own: Tensor) -> Tensor:
         for group in self._groups:
