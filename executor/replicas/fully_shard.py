@@ -170,7 +170,7 @@ class StageShards:
 
     def join(self, joined: Joined) -> None:
         """Before a step. Replicas without a batch then call `start_of_step` and `end_of_step`."""
-        self._joined, self._wholes.divisor = joined, joined.divisor
+        self._joined = joined
         for sharded in self._sharded.values():
             sharded.divide_by(joined.divisor)
 
@@ -194,6 +194,7 @@ class StageShards:
         """Broadcast buffers; gradients add up until the last backward."""
         self.share_buffers(self._joined.source)
         self._waits = {first: {s for s in self._first if self._first[s] == first} for first in self._sharded}
+        self._wholes.begin(self._joined.divisor)
         for sharded in self._sharded.values():
             sharded.begin_step()
         if self._joined.is_followed:
@@ -291,7 +292,6 @@ class ModuleShards:
     def join(self, joined: Joined) -> None:
         """Before a step. Replicas without a batch then call `start_of_step`, `follow` for each call of the module, and what ends a step."""
         self._joined = joined
-        self._wholes.divisor = joined.divisor
         self._outside.divisor = joined.divisor or self._group.size()
         self._sharded.divide_by(joined.divisor)
         self._order.let_follow(joined.is_followed)
@@ -314,6 +314,7 @@ class ModuleShards:
         self.share_buffers(self._joined.source)
         if self._joined.is_followed:
             self.release()
+        self._wholes.begin(self._joined.divisor)
         self._sharded.begin_step()
         self._sharded.gather()
 

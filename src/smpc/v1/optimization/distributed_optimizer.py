@@ -507,6 +507,13 @@ class DistributedOptimizer(ShardedNames):
 
     # -- state -----------------------------------------------------------------------------------------------------------
 
+    def _check_readable(self, what: str) -> None:
+        """Raise UsageError if the state is not there yet, or ranks that hold parts of it are over in `join`."""
+        self._script.check_filled(what)
+        join = None if self._script.model is None else self._script.model.enclosing_join
+        if join is not None and join.holds_parts:
+            join.meet_all(what)
+
     @property
     @_acts
     def checkpoint_state(self) -> OptimizerState:
@@ -521,7 +528,7 @@ class DistributedOptimizer(ShardedNames):
         `gather_if_shard`: with sharded state, also the state that other ranks own: collective over all ranks. Otherwise only this rank's
         share.
         """
-        self._script.check_filled("optimizer.local_state_dict")
+        self._check_readable("optimizer.local_state_dict")
         self._prepare()
         return self._state.local(gather=gather_if_shard)
 
@@ -532,7 +539,7 @@ class DistributedOptimizer(ShardedNames):
         gets it, the others {}. torch.distributed.checkpoint gets this rank's part (`smpc.checkpoint.stateful`).
         """
         purpose = asked_by_torch()  # inspects the caller of this method
-        self._script.check_filled("optimizer.state_dict")
+        self._check_readable("optimizer.state_dict")
         with state.acting(self._script):
             self._prepare()
             if purpose is not None and self._state.is_ready:

@@ -41,7 +41,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from smpc.errors import NonFiniteLossError, SmpcError, StepError
+from smpc.errors import NonFiniteLossError, SmpcError, StepError, UsageError
 from smpc.executor import StageReplicas
 from smpc.mesh import Axis
 from smpc.v1.session.process_state import Session
@@ -61,6 +61,7 @@ class JoinPhase(IntEnum):
     LEFT = 24
     EVALUATION = 25
     ACT = 26
+    MEETING = 27
 
 
 class SharedOptimizer(Protocol):
@@ -153,6 +154,17 @@ class Join(ABC):
         """The same around `clip_grad_norm_` of parameters; `how`: its other arguments."""
         return contextlib.nullcontext()
 
+    def meet_all(self, what: str) -> None:
+        """Before something that needs all ranks of the job. UsageError on all of them if some are over."""
+
+        def meet() -> None:
+            if JoinPhase.OVER in self._announce(JoinPhase.MEETING) and self._error is None:
+                self._error = UsageError(
+                    f"join: expected all ranks in {what}, found some that ran out of data; call it after join, or while all have some"
+                )
+
+        self._guarded(meet)
+
     def end_step(self, *, did_backward: bool) -> None:
         """Before gradients are averaged, where a pipeline has not done so, and the verdict on losses is agreed on."""
         self._announce(JoinPhase.TRAINED if did_backward else JoinPhase.UNTRAINED)
@@ -188,6 +200,11 @@ class Join(ABC):
         self._has_shadowed = True
         if active[0] == JoinPhase.LEFT:
             self._error = NonFiniteLossError(describe_verdict(self._verdict, "of another replica", self._session))
+        if active[0] == JoinPhase.MEETING and self._error is None:
+            self._error = UsageError(
+                "join: expected the others to need no other ranks when this one ran out of data, found that they save, or gather state; do "
+                "that after join, or while all have data"
+            )
         if self._error is None:
             self._take_part(active[0], phases)
         return self._error is None
@@ -369,6 +386,7 @@ def _phase_as_text(phase: int) -> str:
         JoinPhase.LEFT: "left with an error",
         JoinPhase.EVALUATION: "begins a step without gradients",
         JoinPhase.ACT: "updates, clips or clears gradients",
+        JoinPhase.MEETING: "saves, or gathers state",
     }
     options = phase - JoinPhase.ENTER
     entered = f"join(divide_by_initial_world_size={bool(options & 1)}, throw_on_early_termination={bool(options & 2)})"

@@ -162,16 +162,25 @@ class JoinOfParts(Join):
         found = self._digests()
         if self._seen is None or len(self._seen) != len(found):
             return ""
-        every = zip(self._watched(), self._seen, found, strict=True)
-        return next((what for (what, _), before, now in every if before != now), "")
+        every = list(zip(self._watched(), self._seen, found, strict=True))
+        of_masters = len(every) - 2 * len(self._masters())
+        changed = [
+            what
+            for number, ((what, _), before, now) in enumerate(every)
+            if before != now
+            and (now is not None or number >= of_masters)  # that a gradient is gone, the others are told
+        ]
+        return changed[0] if changed else ""
 
     def _watched(self) -> list[tuple[str, Tensor | None]]:
         names = {id(p): name for name, p in self._context.module.named_parameters()}
-        optimizer: Any = self._context.script.optimizer
-        masters = [] if optimizer is None or not optimizer.has_masters else optimizer.masters
         held = [(names.get(id(p), "a parameter"), p) for p in self._parameters()]
-        held += [("a master", master) for master in masters]
+        held += [("a master", master) for master in self._masters()]
         return [each for what, p in held for each in ((what, p.detach()), (f"the gradient of {what}", p.grad))]
+
+    def _masters(self) -> list[nn.Parameter]:
+        optimizer: Any = self._context.script.optimizer
+        return list(optimizer.masters) if optimizer is not None and optimizer.has_masters else []
 
     def _digests(self) -> list[int | None]:
         found = [None if tensor is None else digest(local(tensor)) for _, tensor in self._watched()]
@@ -244,6 +253,9 @@ class JoinOfParts(Join):
             self._own_hooks().end_of_step()
         if self._has_pipeline or phase == JoinPhase.TRAINED:
             self._verdict = agree(0, None, self._session)
+        if self._verdict:  # the others drop their gradients
+            for parameter in self._parameters():
+                parameter.grad = None
         optimizer = self._context.script.optimizer
         if optimizer is not None:
             optimizer.gradients_changed()
