@@ -163,14 +163,12 @@ class JoinOfParts(Join):
         if self._seen is None or len(self._seen) != len(found):
             return ""
         every = list(zip(self._watched(), self._seen, found, strict=True))
-        of_masters = len(every) - 2 * len(self._masters())
-        changed = [
-            what
-            for number, ((what, _), before, now) in enumerate(every)
-            if before != now
-            and (now is not None or number >= of_masters)  # that a gradient is gone, the others are told
-        ]
-        return changed[0] if changed else ""
+        first_master = len(every) - 2 * len(self._masters())
+        for number, ((what, _), before, now) in enumerate(every):
+            is_told = now is None and number < first_master  # ranks that are over drop such a gradient, too
+            if before != now and not is_told:
+                return what
+        return ""
 
     def _watched(self) -> list[tuple[str, Tensor | None]]:
         names = {id(p): name for name, p in self._context.module.named_parameters()}
@@ -204,6 +202,11 @@ class JoinOfParts(Join):
         dist.broadcast_object_list(message, group=replicas, group_src=source, device=self._session.message_device)
         told = message[0]
         if is_over:
+            if len(groups) != len(told.options):
+                raise StepError(
+                    f"join: expected as many groups of the optimizer on all ranks, found {len(groups)} on this one, which ran out of data, "
+                    f"and {len(told.options)} on others; add groups before join, on all ranks"
+                )
             for parameter, has, is_trained in zip(parameters, told.has_gradients, told.are_trained, strict=True):
                 parameter.requires_grad_(is_trained)
                 if not has:
