@@ -23,6 +23,9 @@ those of a step; without them, every backward averages its gradients. What is `a
 Replicas may use different parameters in a step, if their batches take other branches (`smpc.sharding.uses`). Blocks that are gathered when
 they are called must be the same on all of them (`smpc.sharding.same_blocks`).
 
+A replica without a batch may take part in a step (`Joined`): stages are then gathered as the step begins, and reduced as it ends; of a
+module, each block when the others come to it, with zeros.
+
 A parameter without dimensions (CLIP's `logit_scale`), or without elements, has no parts: every rank has it whole, and averages its gradient
 at the end of a step.
 """
@@ -31,8 +34,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -43,6 +48,16 @@ from smpc.executor.replicas.data_parallel import broadcast
 from smpc.sharding import Keep, OutsideUses, Sharded, ShardingOptions, Unit, shard
 from smpc.sharding.same_blocks import IDLE, START, TRAINED, SameBlocks
 from smpc.sharding.whole_parameters import WholeParameters
+
+
+@dataclass(frozen=True, slots=True)
+class Joined:
+    """The replicas of a step, where not all need have a batch. `source`: whose buffers count; `divisor`: of gradients, None: the number of
+    all replicas; `is_followed`: whether some have no batch."""
+
+    source: int = 0
+    divisor: int | None = None
+    is_followed: bool = False
 
 
 class _GatheredModules(nn.Module):
@@ -114,6 +129,7 @@ class StageShards:
         self._stages = [stages[index] for index in sorted(stages)]
         self._buffers_of = self._stages if broadcast_buffers else []
         self._wholes = WholeParameters(self._stages, [group])
+        self._joined = Joined()
         if (
             mesh is None
         ):  # torch keeps layouts by meshes that are equal, even of groups that were destroyed: a name for each group
@@ -148,18 +164,46 @@ class StageShards:
         for sharded in self._sharded.values():
             sharded.release()
 
+    def parameters(self) -> list[nn.Parameter]:
+        """All of them, in one order on all replicas."""
+        return _all_parameters(self._stages)
+
+    def join(self, joined: Joined) -> None:
+        """Before a step. Replicas without a batch then call `start_of_step` and `end_of_step`."""
+        self._joined = joined
+        for sharded in self._sharded.values():
+            sharded.divide_by(joined.divisor)
+
+    def follow(self, *, trains: bool) -> None:
+        """On a replica without a batch: take part in what the others gather before a training step ends, or in all of an evaluation."""
+        if not trains:
+            self._gather()
+            self.release()
+
+    def share_buffers(self, source: int) -> None:
+        """Give all replicas those of one, if they are shared. Collective."""
+        for stage in self._buffers_of:
+            broadcast(stage.buffers(), self._group, source)
+
+    def _gather(self) -> None:
+        """In the order in which a step runs stages for the first time."""
+        for first in sorted(self._sharded):
+            self._sharded[first].gather()
+
     def start_of_step(self) -> None:
         """Broadcast buffers; gradients add up until the last backward."""
-        for stage in self._buffers_of:
-            broadcast(stage.buffers(), self._group)
+        self.share_buffers(self._joined.source)
         self._waits = {first: {s for s in self._first if self._first[s] == first} for first in self._sharded}
+        self._wholes.begin(self._joined.divisor)
         for sharded in self._sharded.values():
             sharded.begin_step()
+        if self._joined.is_followed:
+            self._gather()
 
     def before_last_backward(self, stage: int, roots: Sequence[Tensor]) -> None:
         """Average gradients in the backward that follows, or now if none does, and let go of the whole parameters."""
         first = self._first.get(stage)
-        if first is None:
+        if first is None or self._joined.is_followed:
             return
         self._waits[first].discard(stage)
         if not self._waits[first] and roots:
@@ -175,6 +219,10 @@ class StageShards:
 
     def did_not_train(self) -> None:
         """Nothing was counted."""
+
+
+def _all_parameters(modules: Iterable[nn.Module]) -> list[nn.Parameter]:
+    return list({id(p): p for module in modules for p in module.parameters()}.values())
 
 
 def _moves_of_sharded_stage(
@@ -231,16 +279,42 @@ class ModuleShards:
         self._order = SameBlocks(module, known, group, parts)
         self._outside = OutsideUses(parts, group.size(), self._sharded.note, self._order)
         self.exchanged = self._sharded.exchanged
+        self._joined = Joined()
 
     def release(self) -> None:
         """Free whole parameters: a backward of what has run gathers them again."""
         self._sharded.release()
 
+    def parameters(self) -> list[nn.Parameter]:
+        """All of them, in one order on all replicas."""
+        return _all_parameters([self._module])
+
+    def join(self, joined: Joined) -> None:
+        """Before a step. Replicas without a batch then call `start_of_step`, `follow` for each call of the module, and what ends a step."""
+        self._joined = joined
+        self._outside.divisor = joined.divisor or self._group.size()
+        self._sharded.divide_by(joined.divisor)
+        self._order.let_follow(joined.is_followed)
+
+    @torch.enable_grad()
+    def follow(self, *, trains: bool) -> None:
+        """On a replica without a batch: take part in what the others do in one call of the module, and its backwards."""
+        self._sharded.make_ready()
+        end = self._order.follow(self._outside.take_part)
+        self._outside.end_following(end, trains=trains)
+
+    def share_buffers(self, source: int) -> None:
+        """Give all replicas those of one, if they are shared. Collective."""
+        if self._has_buffers:
+            broadcast(self._module.buffers(), self._group, source)
+
     def start_of_step(self) -> None:
         """Broadcast buffers, and gather the blocks that stay whole for the step."""
         self._order.tell_phase(START)
-        if self._has_buffers:
-            broadcast(self._module.buffers(), self._group)
+        self.share_buffers(self._joined.source)
+        if self._joined.is_followed:
+            self.release()
+        self._wholes.begin(self._joined.divisor)
         self._sharded.begin_step()
         self._sharded.gather()
 

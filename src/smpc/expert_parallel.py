@@ -117,8 +117,7 @@ class ExpertParallelModule(nn.Module):
         """Averages the gradients outside the experts over the group, in place. All ranks must call it, after backward.
 
         A parameter that has a gradient on some rank gets one on all; one that has none anywhere keeps none. An expert that is a module of
-        its own and was called without rows has a gradient of zero, as in one process. Every call with gradients enabled counts as one whose
-        backward runs: evaluate under `torch.no_grad`.
+        its own and was called without rows has a gradient of zero, as in one process.
         """
         self._give_zeros()
         own = {id(parameter) for _, parameter in self.expert_parameters()}
@@ -128,7 +127,7 @@ class ExpertParallelModule(nn.Module):
         average_gradients(others, partial(sum_over, group=self.group), self.group.size)
 
     def _give_zeros(self) -> None:
-        """Gives a gradient of zero to experts of this rank that have none, and that some rank has called since the last time."""
+        """Gives a gradient of zero to experts of this rank that have none, and whose results gradients have reached since the last time."""
         for block in self._blocks:
             mine = block.wanted_parameters_of_all()
             block.wanted.clear()

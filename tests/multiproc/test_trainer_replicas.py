@@ -107,6 +107,15 @@ class Unheard(torch.optim.SGD):
         raise RuntimeError("aten.pow_.Scalar: no strategy.\n\nSharding propagation failed for aten.pow_.Scalar")
 
 
+class KeepsRows(torch.optim.SGD):
+    """Keeps an average of each row of the gradient in an ordinary tensor, as Adafactor of transformers does."""
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for parameter in self.param_groups[0]["params"]:
+            torch.zeros(parameter.shape[:-1]).add_(parameter.grad.mean(-1))
+
+
 def updates_parts(rank, folder):
     place(rank)
     model = Model()
@@ -115,6 +124,10 @@ def updates_parts(rank, folder):
         match=r"Unheard: expected an optimizer whose operations torch .* aten.pow_.Scalar: no strategy. .*AdamW",
     ):
         trained(model, rank, kind=Unheard, fsdp_config={})
+    with pytest.raises(
+        ConfigUnsupportedError, match=r"KeepsRows: expected an optimizer whose .*mixed torch.Tensor and DTensor"
+    ):
+        trained(Model(), rank, kind=KeepsRows, fsdp_config={})
     with pytest.raises(ConfigUnsupportedError, match="expected one whose step needs no closure, found LBFGS"):
         trained(Model(), rank, kind=torch.optim.LBFGS)
     sliced = {

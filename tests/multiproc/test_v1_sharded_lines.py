@@ -7,7 +7,6 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 import smpc.v1 as smp
-from smpc.errors import ConfigUnsupportedError
 
 CONFIG = {
     "ddp": True,
@@ -111,8 +110,6 @@ def trained(rank, folder):
             model.train()
             assert all(isinstance(parameter, DTensor) for parameter in model.parameters())
         found.append((losses, model.state_dict(), len(optimizer.fp32_partitioned_groups_flat)))
-        with pytest.raises(ConfigUnsupportedError, match="fully_shard"):
-            model.join().__enter__()
         smp.shutdown()
     return found
 

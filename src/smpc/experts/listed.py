@@ -19,7 +19,7 @@ all, so that shapes are right, and costs those of experts chosen evenly.
 
 Where parameters are `in_parts` on ranks that hold the same experts, these are served inside of a call of their container, whose hooks
 gather them. All of them are then called whenever gradients are wanted, those without rows on one that is nobody's, as all ranks average the
-same gradients. Which experts this rank's blocks have called says which have gradients in one process.
+same gradients. Which experts have gradients in one process is said by what this rank's blocks have called, where a backward comes to it.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ import copy
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -48,10 +49,12 @@ _BLOCK, _MEMBER = "_smpc_block_of_experts", "_smpc_expert"
 
 @dataclass(slots=True)
 class _ExpertCall:
-    """One call of an expert: its number, its rows in the shape that it got, and, after the exchange, what it returns."""
+    """One call of an expert: its number, its rows in the shape that it got, whether gradients are enabled, and, after the exchange, what it
+    returns."""
 
     expert: int
     given: Tensor
+    has_gradients: bool
     result: Tensor | None = None
 
 
@@ -69,7 +72,7 @@ class ListedBlock:
     container: nn.Module | None = None  # whose hooks gather what is in parts
     absent: nn.Module | None = None  # an expert on the meta device, for what it returns
     is_invented: bool = False  # a recorder's copy
-    wanted: set[int] = field(default_factory=set)  # the experts that were called where gradients are wanted
+    wanted: set[int] = field(default_factory=set)  # the experts whose results gradients have reached
     calls: list[_ExpertCall] | None = None
     position: int | None = None
     autocast: dict[str, tuple[bool, torch.dtype]] = field(
@@ -109,9 +112,7 @@ class ListedBlock:
             )
         rows = given[0]
         if self.position is None:
-            self.calls.append(_ExpertCall(expert, rows))
-            if torch.is_grad_enabled():
-                self.wanted.add(expert)
+            self.calls.append(_ExpertCall(expert, rows, torch.is_grad_enabled()))
             is_cast, kind = _autocast(rows.device.type)
             if self.autocast.get(rows.device.type, (is_cast, kind)) != (is_cast, kind):
                 raise UsageError(
@@ -160,13 +161,22 @@ class ListedBlock:
         with torch.no_grad(), torch.random.fork_rng(devices=_devices_of_listed_experts(rows)):
             return own_forward(self.members[self.mine.start], rows.new_zeros(1, rows.shape[-1]))
 
+    def _note_gradient(self, call: _ExpertCall) -> None:
+        """Learn of a gradient that reaches what a call returns."""
+        assert call.result is not None
+        if call.has_gradients and call.result.requires_grad:
+            call.result.register_hook(partial(self._reach, call.expert))  # type: ignore[no-untyped-call]
+
+    def _reach(self, expert: int, _: Tensor) -> None:
+        self.wanted.add(expert)
+
     def wanted_parameters(self) -> Iterator[nn.Parameter]:
-        """Of the experts that were called where gradients are wanted, the parameters that gradients reach."""
+        """Of the experts whose results gradients have reached, the parameters that these reach."""
         names = self._reached() if self.wanted else ()
         return (p for expert in self.wanted for name, p in self.members[expert].named_parameters() if name in names)
 
     def wanted_parameters_of_all(self) -> list[nn.Parameter]:
-        """Of this rank's experts that some rank has called where gradients are wanted, the parameters that gradients reach. Collective."""
+        """Of this rank's experts whose results gradients have reached on some rank, the parameters that these reach. Collective."""
         called = torch.zeros(len(self.members), dtype=torch.int32)
         called[sorted(self.wanted)] = 1
         device = next(self.members[self.mine.start].parameters()).device
@@ -198,6 +208,8 @@ class ListedBlock:
                 raise UsageError(f"{self.name}: expected a tensor of floating point among the inputs, found none")
             flat = [like.reshape(-1, like.shape[-1])[:0]]
         rows = torch.cat(flat)
+        if torch.is_grad_enabled() and not rows.requires_grad and self._trains():
+            rows = rows.detach().requires_grad_()  # gradients go back from all ranks, those too that serve no rows
         numbers = [call.expert for call in calls]
         sizes = torch.tensor([len(part) for part in flat[: len(numbers)]], dtype=torch.int64)
         index = torch.tensor(numbers, dtype=torch.int64).repeat_interleave(sizes).unsqueeze(1).to(rows.device)
@@ -214,8 +226,13 @@ class ListedBlock:
         for call in calls:
             length = call.given.shape[:-1].numel()
             call.result = back[start : start + length].view(call.given.shape[:-1] + back.shape[1:])
+            self._note_gradient(call)
             start += length
         return back
+
+    def _trains(self) -> bool:
+        """Whether this rank's experts have parameters that train."""
+        return any(p.requires_grad for expert in self.mine for p in self.members[expert].parameters())
 
     def _served(self, rows: Tensor, counts: tuple[int, ...], width: torch.Size) -> Tensor:
         """This rank's experts on the rows of all ranks. Those without rows are not called, but for what is in parts; without any, the

@@ -11,7 +11,8 @@ of these is done by all of them; who has not come to it takes part with zeros, a
 
 Any order is right, as each rank's gradients are summed once; that of the calls, reversed, has the fewest messages. What was called without
 gradients may be repeated with them in a backward (`checkpoint(use_reentrant=True)`), and of the model's calls only the last is remembered.
-Where a backward may reach others, ranks say at once what they have come to.
+Where a backward may reach others, ranks say at once what they have come to. A rank that has called nothing, and knows no order of calls,
+`follow`s the others.
 """
 
 from __future__ import annotations
@@ -67,6 +68,7 @@ class Backwards:
         self.at_end: Callable[[], None] = lambda: None
         self._is_open = self._is_called = self._is_blind = self._is_under_way = self._differs = self._is_ending = False
         self._completes = False
+        self.is_followed = False  # by ranks that know no order of calls
         self._finished: set[int] = set()
         for number, unit in enumerate(units.values()):
             state = unit._get_fsdp_state()
@@ -127,6 +129,12 @@ class Backwards:
             self._end()
             self._finish_all()
         self.close()
+
+    def follow(self) -> None:
+        """On a rank without a call: take part in the backward that the others have begun. Collective."""
+        self._is_under_way, self._is_called, self._differs = True, False, True
+        self._end()
+        self._finish_all()
 
     def close(self) -> None:
         """What comes now is no backward of the call."""
@@ -224,7 +232,8 @@ class Backwards:
                     "uses values made of a parameter outside of its block, found different ones; multiply what a rank leaves out of its "
                     "loss by zero"
                 )
-            places = {each: place for place, each in enumerate(reversed(self._order))}
+            calls = () if self.is_followed else reversed(self._order)
+            places = {each: place for place, each in enumerate(calls)}
             first = min(told, key=lambda each: (places.get(each, len(places)), each))
             if first == event:
                 return

@@ -28,7 +28,7 @@ from torch.utils._pytree import tree_map_only
 
 from smpc.errors import ConfigUnsupportedError, StepError
 from smpc.sharding.backwards import is_in_backward
-from smpc.sharding.same_blocks import SameBlocks
+from smpc.sharding.same_blocks import CallEnd, SameBlocks, Use, no_part_in_what_was_made
 from smpc.sharding.tensors import local
 
 _MIXED = "mixed torch.Tensor and DTensor"  # in torch's error
@@ -48,6 +48,7 @@ class OutsideUses:
         order: SameBlocks,
     ) -> None:
         self._parameters, self._num_ranks, self._note, self._order = parameters, num_ranks, note, order
+        self.divisor = num_ranks  # of gradients
         self.is_found = False
         order.backwards.take_part_again = self._take_part_again
         self._known: set[tuple[bool, bool]] = set()
@@ -75,6 +76,23 @@ class OutsideUses:
             yield
         self._known.add(kind)
 
+    def take_part(self, use: Use) -> None:
+        """On a rank without a batch: in a use of the others. Collective."""
+        if not use.name:
+            raise no_part_in_what_was_made()
+        self.begin()
+        part = cast(DTensor, self._parameters[use.name])
+        with torch.no_grad():
+            part.full_tensor()
+        if use.is_kept:
+            self._order.backwards.note_use([], partial(self._without_gradient, part))
+
+    def end_following(self, end: CallEnd, *, trains: bool) -> None:
+        """The same at the end of a call of the others. Collective."""
+        if end.looks and self._order.any_rank(self.is_found):
+            self.begin()
+        self._known.add((trains, end.has_gradients))
+
     def whole(self, part: DTensor, func: Any) -> Tensor:
         """A whole tensor for an operation. Collective."""
         if part.device_mesh.size() != self._num_ranks:
@@ -84,15 +102,15 @@ class OutsideUses:
         self.begin()
         name = self._name(part)
         number = 2 * list(self._parameters).index(name) if name else None
-        is_again = is_in_backward()
+        is_again, is_kept = is_in_backward(), part.requires_grad and torch.is_grad_enabled()
         if is_again:
             self._order.backwards.come_to_again(number)
         else:
-            self._order.tell_use(name)
-        if not (part.requires_grad and torch.is_grad_enabled()):
+            self._order.tell_use(Use(name, is_kept))
+        if not is_kept:
             return part.full_tensor()
         come_to: list[Callable[[], None]] = []  # what it is called with is known by its gradient alone
-        found: Tensor = _Gathered.apply(part, self._num_ranks, come_to)  # type: ignore[no-untyped-call]
+        found: Tensor = _Gathered.apply(part, self.divisor, come_to)  # type: ignore[no-untyped-call]
         if is_again:
             come_to.append(partial(self._order.backwards.come_to_again, None if number is None else number + 1))
         else:
@@ -199,12 +217,12 @@ class _Recomputing:
 
 
 class _Gathered(torch.autograd.Function):
-    """A whole tensor. Ranks' gradients are added up: divided by their number, that is the average of their losses'."""
+    """A whole tensor. Ranks' gradients are added up, divided: by their number, that is the average of their losses'."""
 
     @staticmethod
-    def forward(ctx: Any, part: DTensor, num_ranks: int, come_to: list[Callable[[], None]]) -> Tensor:
+    def forward(ctx: Any, part: DTensor, divisor: int, come_to: list[Callable[[], None]]) -> Tensor:
         """All of it."""
-        ctx.part, ctx.num_ranks, ctx.come_to = part.detach(), num_ranks, come_to
+        ctx.part, ctx.divisor, ctx.come_to = part.detach(), divisor, come_to
         return part.full_tensor()
 
     @staticmethod
@@ -212,7 +230,7 @@ class _Gathered(torch.autograd.Function):
         """This rank's part of the gradient."""
         for come_to in ctx.come_to:
             come_to()
-        return _reduced(grads[0] / ctx.num_ranks, ctx.part), None, None
+        return _reduced(grads[0] / ctx.divisor, ctx.part), None, None
 
 
 def _reduced(grad: Tensor, part: DTensor) -> DTensor:

@@ -150,6 +150,12 @@ class Sharded:
         self._writes = KeptWrites(alike, group)
         self._uses.tells = self._writes.are_there
 
+    def divide_by(self, num_ranks: int | None) -> None:
+        """What gradients are divided by in the steps that follow; None: by how many ranks there are."""
+        for part in self._parts:
+            part.module.set_force_sum_reduction_for_comms(num_ranks is not None)  # gloo has no other sum of factors
+            part.module.set_gradient_divide_factor(cast(Any, num_ranks))  # torch's own default is None
+
     def begin_step(self) -> None:
         """A training step begins. Until `end_step` units keep their parameters as long as they should."""
         for part in self._parts:
@@ -164,10 +170,14 @@ class Sharded:
 
     def gather(self) -> None:
         """In a step: gather the parameters of the units that stay whole for it, whichever of them this rank's batches use."""
-        self._parts[-1].module._get_fsdp_state()._lazy_init()
+        self.make_ready()
         for part in self._parts:
             if part.keep is Keep.STEP:
                 part.module.unshard()
+
+    def make_ready(self) -> None:
+        """Units may be gathered, though the model has not been called."""
+        self._parts[-1].module._get_fsdp_state()._lazy_init()
 
     def note(self, parameter: Tensor) -> None:
         """In a step: a parameter gets its gradient elsewhere than in its unit's backward."""

@@ -90,9 +90,13 @@ def updating_parts(optimizer: torch.optim.Optimizer) -> Iterator[None]:
         raise
 
 
+# What torch says of operations that it does not have for parts, or not beside ordinary tensors, such as state that an optimizer makes.
+_OF_PARTS = ("Sharding propagation failed", "got mixed torch.Tensor and DTensor")
+
+
 def refuse_parts(optimizer: torch.optim.Optimizer, error: RuntimeError) -> None:
     """ConfigUnsupportedError if an optimizer's step has failed because torch does not have an operation for parts of tensors."""
-    if "Sharding propagation failed" in str(error):
+    if any(text in str(error) for text in _OF_PARTS):
         raise ConfigUnsupportedError(
             f"{type(optimizer).__name__}: expected an optimizer whose operations torch {torch.__version__} has for sharded parameters, "
             f"found {str(error).splitlines()[0]} Use another optimizer, such as AdamW, or leave out what shards the parameters"

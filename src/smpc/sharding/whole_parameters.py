@@ -40,14 +40,31 @@ class WholeParameters:
     ) -> None:
         held = {id(p): p for module in modules for p in module.parameters() if stays_whole(p) and p not in left}
         self._parameters, self._groups = list(held.values()), groups
+        self._divisor: int | None = None
+        self._before: dict[nn.Parameter, Tensor] = {}  # gradients that are the same on all ranks
 
     def all(self) -> frozenset[nn.Parameter]:
         """What is not divided."""
         return frozenset(self._parameters)
 
+    def begin(self, divisor: int | None = None) -> None:
+        """Before gradients come; they are divided by a number, which by default is that of the ranks."""
+        self._divisor = divisor
+        there = {} if divisor is None else {p: p.grad for p in self._parameters if p.grad is not None}
+        self._before = {parameter: grad.detach().clone() for parameter, grad in there.items()}
+
     def average(self) -> None:
         """Average the gradients (`average_gradients`). Collective."""
-        average_gradients(self._parameters, self._add, math.prod(group.size() for group in self._groups))
+        every = math.prod(group.size() for group in self._groups)
+        with torch.no_grad():
+            for parameter, before in self._before.items():
+                if parameter.grad is not None:
+                    parameter.grad.sub_(before)
+            average_gradients(self._parameters, self._add, self._divisor or every)
+            for parameter, before in self._before.items():
+                if parameter.grad is not None:
+                    parameter.grad.add_(before)
+        self._before.clear()
 
     def _add(self, own: Tensor) -> Tensor:
         for group in self._groups:

@@ -28,7 +28,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from smpc.errors import ConfigError, ConfigTypeError
+from smpc.errors import ConfigError, ConfigTypeError, UsageError
 from smpc.v1.optimization.loss_scale import stepping
 from smpc.v1.session.precision import found_anywhere, half_dtype
 from smpc.v1.session.process_state import state
@@ -93,8 +93,15 @@ class GradScaler(torch.amp.GradScaler):
         """Torch's; the result covers all ranks, also ranks without gradients."""
         whole: Any = _Parameters(optimizer)
         found: dict[torch.device, Any] = super()._unscale_grads_(whole, inv_scale, found_inf, allow_fp16)
-        session, joins = state.session, state.model is not None and state.model.is_joining
-        anywhere = found_anywhere(max((float(each) for each in found.values()), default=0.0), session, joins=joins)
+        session, join = state.session, None if state.model is None else state.model.enclosing_join
+        if join is not None and join.holds_parts:
+            raise UsageError(
+                "smp.amp.GradScaler: expected the loss scale of smp.DistributedOptimizer in `model.join` with fully_shard, where ranks "
+                "that ran out of data follow it, found a GradScaler; use that scale, or give all replicas as many batches"
+            )
+        anywhere = found_anywhere(
+            max((float(each) for each in found.values()), default=0.0), session, joins=join is not None
+        )
         device = session.device
         return {device: torch.full((1,), float(anywhere), device=device)}
 

@@ -375,6 +375,33 @@ def test_experts_called_without_rows_have_gradients_of_zero(block):
             torch.testing.assert_close(found[name], value, rtol=1e-5, atol=1e-6, msg=name)
 
 
+def test_what_no_backward_reaches_has_no_gradient():
+    """An evaluation with gradients enabled counted as a backward: experts that it alone calls had zeros, and decayed."""
+    torch.manual_seed(0)
+    whole = LoopBlock(16, 4)
+    modules = [shard(copy.deepcopy(whole), group) for group in tensor_groups(2)]
+    batches, many = [torch.randn(1, 16)] * 2, torch.randn(64, 16)  # two experts of four, and all
+
+    def train(module, *given):
+        module(many)  # no loss
+        for x in given:
+            found = module(x)
+            (found[0] if isinstance(found, tuple) else found).square().sum().div(len(given)).backward()
+
+    def gradients(rank):
+        train(modules[rank], batches[rank])
+        modules[rank].average_gradients()
+        return modules[rank].whole_gradients()
+
+    train(whole, *batches)
+    expected = {name: p.grad for name, p in whole.named_parameters() if p.grad is not None}
+    assert {name.split(".")[1] for name in expected if name.startswith("experts")} < set("0123")
+    for found in run_ranks(2, gradients):
+        assert found.keys() == expected.keys()
+        for name, grad in expected.items():
+            torch.testing.assert_close(found[name], grad, rtol=1e-5, atol=1e-6, msg=name)
+
+
 class Depths(nn.Module):
     """Layers in lists, with as many heads; the lists have no forward that a block could call."""
 

@@ -30,6 +30,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Shard
 
 from smpc.errors import StepError
+from smpc.sharding.forward_writes.freezing import FollowedFreezing
 from smpc.sharding.forward_writes.row_norms import LookedUpRows, Lookup
 from smpc.sharding.tensors import digest, local, own_part_of_sharded
 
@@ -54,6 +55,7 @@ class KeptWrites:
         self._rows = None if group is None else LookedUpRows(self._number_of, group)
         self._parameters = [each for group in self._groups for each in group.fsdp_params]
         self._numbers = {id(each): number for number, each in enumerate(self._parameters)}
+        FollowedFreezing(self._groups)
         for each in self._groups:
             each._to_sharded = functools.partial(self._let_go, each, each._to_sharded)
 
@@ -65,7 +67,7 @@ class KeptWrites:
 
     def _is_written(self, parameter: Any) -> bool:
         whole = getattr(parameter, "_unsharded_param", None)
-        return whole is not None and self._versions.get(self._numbers[id(parameter)], 0) != local(whole)._version
+        return whole is not None and self._versions.get(self._numbers[id(parameter)], 0) != _version(whole)
 
     @torch.no_grad()
     def settle(self) -> None:
@@ -113,14 +115,14 @@ class KeptWrites:
 
     def _keep_one(self, number: int, parameter: Any, whole: Tensor) -> None:
         part, is_written = local(parameter.sharded_param), self._is_written(parameter)
-        self._versions[number] = local(whole)._version
+        self._versions[number] = _version(whole)
         if self._rows is not None and self._rows.notes(number):
             return  # scaled in the parts
-        if isinstance(whole, DTensor) or whole.dtype != part.dtype:
+        if whole.dtype != part.dtype:
             if is_written:
                 raise _lost(parameter, part, whole)
             return
-        own = own_part_of_sharded(parameter.sharded_param, whole.detach())
+        own = _own_part(parameter, whole.detach())
         # Comparing is cheap where nothing waits for a device. The part's version stays, but for writes, of which it tells masters.
         is_same = torch.equal(own, part) if own.is_cpu else not is_written and part.is_cpu
         if not is_same:
@@ -128,12 +130,29 @@ class KeptWrites:
             with contextlib.nullcontext() if counts else _unsafe_preserve_version_counter(part):
                 part.copy_(own)
         if is_written:
-            self._digests[number] = 31 * self._digests.get(number, 0) + digest(whole) + 1
+            self._digests[number] = 31 * self._digests.get(number, 0) + digest(local(whole)) + 1
         elif own.is_cpu and (not is_same or number in self._hidden):  # another rank's part may be as it was
-            self._hidden[number] = digest(whole)
+            self._hidden[number] = digest(local(whole))
+        if isinstance(whole, DTensor):
+            return  # `weight.data = ...` writes into it
         room = parameter.all_gather_outputs[0]
         if whole.untyped_storage().data_ptr() != room.untyped_storage().data_ptr():  # `weight.data = ...`
             whole.data = torch.as_strided(room, whole.shape, parameter._contiguous_orig_stride, storage_offset=0)
+
+
+def _version(whole: Tensor) -> int:
+    """How often it was written into: a slice counts what is written through its DTensor there alone."""
+    return local(whole)._version + (whole._version if isinstance(whole, DTensor) else 0)
+
+
+def _own_part(parameter: Any, whole: Tensor) -> Tensor:
+    """This rank's part of a whole parameter, or of the slice of one that this rank's unit has."""
+    if not isinstance(whole, DTensor):
+        return own_part_of_sharded(parameter.sharded_param, whole)
+    dim, mesh, own = parameter.fsdp_placement.dim, parameter.mesh_info, local(whole)
+    parts = own.chunk(getattr(mesh, "shard_mesh_size", 1), dim)
+    rank = getattr(mesh, "shard_mesh_rank", 0)
+    return parts[rank] if rank < len(parts) else own.narrow(dim, 0, 0)
 
 
 def _scale_rows(looked_up: LookedUpRows, parameter: Any, lookup: Lookup, codes: Tensor) -> None:
@@ -162,10 +181,9 @@ def _name(parameter: Any) -> str:
 
 
 def _lost(parameter: Any, part: Tensor, whole: Tensor) -> StepError:
-    what = "slices of it" if isinstance(whole, DTensor) else f"its copy in {whole.dtype}"
     return StepError(
         f"sharded parameters: expected forward to leave {_name(parameter)} alone, which is kept in {part.dtype}, found that it writes into "
-        f"{what}, which is dropped afterwards; write between steps, or hold it in a buffer"
+        f"its copy in {whole.dtype}, which is dropped afterwards; write between steps, or hold it in a buffer"
     )
 
 

@@ -185,11 +185,6 @@ def check_join(options: Mapping[str, Any], session: Session) -> None:
             "join: with expert_parallel_degree above 1, ranks need each other's experts in every step, and a script that is over does not "
             "update them; give all as many batches, or leave expert_parallel_degree out"
         )
-    if session.is_sharded:
-        raise ConfigUnsupportedError(
-            "join: with fully_shard, replicas need each other's parameters in every step; give all replicas as many batches, or leave "
-            "fully_shard out"
-        )
     if session.mesh.tp_size > 1 and options["backward_passes_per_step"] > 1:
         raise ConfigUnsupportedError(
             "join: with tensor_parallel_degree above 1, backward_passes_per_step must be 1, found "

@@ -63,7 +63,8 @@ from smpc.v1.steps.arguments import StepBody
 from smpc.v1.steps.calls import Gradients, ModelCalls, Tensors, cast_inputs, cast_outputs
 from smpc.v1.steps.context import Hook, Measures, ModelHooks, StepContext
 from smpc.v1.steps.context_parallel import make_shared_sequences
-from smpc.v1.steps.join import Join
+from smpc.v1.steps.join import Join, JoinOfWholes
+from smpc.v1.steps.join_parts import JoinOfParts
 from smpc.v1.steps.pipeline import Pipeline
 from smpc.v1.steps.step import StepRunner
 from smpc.v1.steps.unpipelined import Single
@@ -398,9 +399,9 @@ class DistributedModel(ShownModel, TensorParallelModel, ObservedModel, NotWrappe
         return self._context.calls is not None
 
     @property
-    def is_joining(self) -> bool:
-        """Whether `join` lets replicas end at different times."""
-        return self._context.join is not None
+    def enclosing_join(self) -> Join | None:
+        """The `join` that lets replicas end at different times, if there is one around."""
+        return self._context.join
 
     def close(self) -> None:
         """End the connections of this model; its steps cannot run afterwards. `smp.shutdown` calls it."""
@@ -437,9 +438,10 @@ class DistributedModel(ShownModel, TensorParallelModel, ObservedModel, NotWrappe
         """Train with uneven inputs over replicas; on every rank, with the same arguments. See DistributedDataParallel.join.
 
         A replica that leaves the body takes part in the others' steps until all have left. Then all get the last replica's parameters,
-        buffers and optimizer state. `divide_by_initial_world_size`: gradients are divided by the number of all replicas, else by the
-        number of replicas that still have data. `throw_on_early_termination`: raise StepError on all ranks when the first one has none
-        left. Raises ConfigError without `ddp`, ConfigUnsupportedError for tensor parallelism with several `backward_passes_per_step`.
+        buffers and optimizer state; with `fully_shard` all have followed its updates. `divide_by_initial_world_size`: gradients are divided
+        by the number of all replicas, else by the number of replicas that still have data. `throw_on_early_termination`: raise StepError
+        on all ranks when the first one has none left. Raises ConfigError without `ddp`, ConfigUnsupportedError for tensor parallelism with
+        several `backward_passes_per_step`.
         """
         context, pipeline = self._context, self._pipeline
         if not context.session.config.ddp:
@@ -450,12 +452,17 @@ class DistributedModel(ShownModel, TensorParallelModel, ObservedModel, NotWrappe
             yield
             return
         check_join(self._replication.options, context.session)
-        join = Join(
-            context,
-            lambda: self._replication.replicas,
-            None if pipeline is None else pipeline.partition_without_data,
-            divide_by_initial_world_size=divide_by_initial_world_size,
-            throw_on_early_termination=throw_on_early_termination,
-        )
+        partition = None if pipeline is None else pipeline.partition_without_data
+        how = {
+            "divide_by_initial_world_size": divide_by_initial_world_size,
+            "throw_on_early_termination": throw_on_early_termination,
+        }
+        join: Join
+        if context.session.is_sharded:
+            single = self._runner.single
+            follow = None if single is None else single.follow
+            join = JoinOfParts(context, lambda: self._replication.shards, follow, partition, **how)
+        else:
+            join = JoinOfWholes(context, lambda: self._replication.replicas, partition, **how)
         with join.around():
             yield

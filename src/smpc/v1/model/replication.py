@@ -106,6 +106,7 @@ class Replication:
     def __init__(self, context: StepContext, options: Mapping[str, Any]) -> None:
         self._context, self.options = context, options
         self.replicas: StageReplicas | None = None
+        self.shards: StepHooks | None = None  # with those of the groups around them, where parameters are in parts
         self.exchanged: Mapping[nn.Parameter, nn.Parameter] = {}  # replacements of parameters
         self._comm_hook: tuple[object, Callable[[Any, Any], Any]] | None = None
 
@@ -118,7 +119,10 @@ class Replication:
         if session.is_sharded:
             passes = options["backward_passes_per_step"]
             parts = context.distribution.hooks(stages, self._make_shards(stages), passes)
-            return parts if context.experts is None else context.experts.hooks_of_parts(stages, parts, passes)
+            if context.experts is not None:
+                parts = context.experts.hooks_of_parts(stages, parts, passes)
+            self.shards = parts
+            return parts
         if session.mesh.rdp_size > 1:
             with exchange("making the replicas equal"):
                 apart = () if context.experts is None else context.experts.held(stages)

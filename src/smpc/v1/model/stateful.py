@@ -66,6 +66,12 @@ class StateExchange:
         control.meet(what, timeout, context.supervision.whereabouts)
         return control
 
+    def meet_holders(self, what: str) -> None:
+        """In `join`: raise UsageError if ranks that hold parts of what is gathered are over."""
+        join = self._context.join
+        if join is not None and join.holds_parts:
+            join.meet_all(what)
+
     def watch(self, what: str) -> contextlib.AbstractContextManager[None]:
         """Limits how long an exchange of state may take, to `checkpoint_timeout`."""
         return self._context.supervision.wait(what, self._context.session.config.checkpoint_timeout)
@@ -73,6 +79,7 @@ class StateExchange:
     def gather(self, *, only_on_rank_0: bool) -> dict[str, Any]:
         """The whole state. Collective."""
         context = self._context
+        self.meet_holders("model.state_dict")
         context.placement.draw()
         if self.meet("state_dict") is None:
             return self.local.own_whole()
@@ -142,6 +149,7 @@ class StatefulModel(nn.Module):
     def local_state_dict(self) -> dict[str, Any]:
         """The state dict of this rank, with the key `_smp_is_partial`. Raises UsageError before the partition."""
         check_cut(self._context, "local_state_dict")
+        self._exchange.meet_holders("model.local_state_dict")
         self.spread()
         return {**self._exchange.local.local(), PARTIAL: True}
 

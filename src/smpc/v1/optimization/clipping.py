@@ -26,7 +26,7 @@ from smpc.errors import StepError, UsageError
 from smpc.optimizers.gradients import clip_by
 from smpc.optimizers.torch_patches import Tensors, clip_grad_norm_by, listed, replace_clipping
 from smpc.v1.model.distributed_model import DistributedModel
-from smpc.v1.optimization.fused import SessionNormGroups
+from smpc.v1.optimization.fused import SessionNormGroups, clipping_in_join
 from smpc.v1.session.process_state import state
 
 _undo: list[Callable[[], None]] = []
@@ -117,12 +117,13 @@ def clip_model(given: list[Tensor], max_norm: float, norm_type: float, error_if_
         )
     if not model.partitioned:
         return torch.zeros(())  # no step has run, so there is no gradient
-    if optimizer is not None and optimizer.has_masters:
-        total: Tensor = optimizer.clip_gradients(given, max_norm, norm_type, error_if_nonfinite)
-        return total
     parameters = [_parameter_of(tensor) for tensor in given]
-    with model.watch_exchange("clip_grad_norm_"):
-        return clip_by(parameters, max_norm, norm_type, error_if_nonfinite, SessionNormGroups(), None)
+    with clipping_in_join(model, parameters, max_norm, norm_type, error_if_nonfinite):
+        if optimizer is not None and optimizer.has_masters:
+            total: Tensor = optimizer.clip_gradients(given, max_norm, norm_type, error_if_nonfinite)
+            return total
+        with model.watch_exchange("clip_grad_norm_"):
+            return clip_by(parameters, max_norm, norm_type, error_if_nonfinite, SessionNormGroups(), None)
 
 
 # -- whose tensors -----------------------------------------------------------------------------------------------------

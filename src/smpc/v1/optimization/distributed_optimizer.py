@@ -24,6 +24,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import inspect
 import itertools
 import math
 import warnings
@@ -77,6 +78,24 @@ def _acts(
             return method(self, *args, **kwargs)
 
     return acting
+
+
+def _followed(
+    method: Callable[Concatenate[DistributedOptimizer, P], R],
+) -> Callable[Concatenate[DistributedOptimizer, P], R]:
+    """A method that ranks repeat whose `join` is over, if they hold parts of parameters."""
+
+    @functools.wraps(method)
+    def following(self: DistributedOptimizer, /, *args: P.args, **kwargs: P.kwargs) -> R:
+        join = None if self._script.model is None else self._script.model.enclosing_join
+        if join is None:
+            return method(self, *args, **kwargs)
+        given = inspect.signature(method).bind(self, *args, **kwargs)
+        given.apply_defaults()
+        with join.act(method.__name__, *given.args[1:]):
+            return method(self, *args, **kwargs)
+
+    return following
 
 
 class DistributedOptimizer(ShardedNames):
@@ -266,6 +285,7 @@ class DistributedOptimizer(ShardedNames):
         return False
 
     @_acts
+    @_followed
     def update_master_grads(self) -> None:
         """Give the masters the gradients of the last backward pass, unscaled, and find out whether they overflow.
 
@@ -277,11 +297,13 @@ class DistributedOptimizer(ShardedNames):
         scaler = self._scaler
         with _watched("the optimizer's step: agreeing on overflows"):
             found = self._updates.masters.take_gradients(None if scaler is None else 1.0 / self._scale_of_gradients)
-            joins = state.model is not None and state.model.is_joining
+            join = None if state.model is None else state.model.enclosing_join
+            joins = join is not None and not join.holds_parts
             self._overflow = scaler is not None and found_anywhere(found, state.session, joins=joins)
         self._taken, self._clipped = True, None
 
     @_acts
+    @_followed
     def clip_master_grads(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
         """Scale the gradients so that the norm of all of them, of the whole model, is at most `max_norm`; returns the norm they had.
 
@@ -346,6 +368,7 @@ class DistributedOptimizer(ShardedNames):
         return norm
 
     @_acts
+    @_followed
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Update this rank's parameters. Under fp16, and with sharded state, collective over all ranks."""
         if self._session is not state.job.session:
@@ -396,6 +419,7 @@ class DistributedOptimizer(ShardedNames):
             return self._updates.step()
 
     @_acts
+    @_followed
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear the gradients."""
         self._taken, self._used_scale = False, None
@@ -483,6 +507,13 @@ class DistributedOptimizer(ShardedNames):
 
     # -- state -----------------------------------------------------------------------------------------------------------
 
+    def _check_readable(self, what: str) -> None:
+        """Raise UsageError if the state is not there yet, or ranks that hold parts of it are over in `join`."""
+        self._script.check_filled(what)
+        join = None if self._script.model is None else self._script.model.enclosing_join
+        if join is not None and join.holds_parts:
+            join.meet_all(what)
+
     @property
     @_acts
     def checkpoint_state(self) -> OptimizerState:
@@ -497,7 +528,7 @@ class DistributedOptimizer(ShardedNames):
         `gather_if_shard`: with sharded state, also the state that other ranks own: collective over all ranks. Otherwise only this rank's
         share.
         """
-        self._script.check_filled("optimizer.local_state_dict")
+        self._check_readable("optimizer.local_state_dict")
         self._prepare()
         return self._state.local(gather=gather_if_shard)
 
@@ -508,7 +539,7 @@ class DistributedOptimizer(ShardedNames):
         gets it, the others {}. torch.distributed.checkpoint gets this rank's part (`smpc.checkpoint.stateful`).
         """
         purpose = asked_by_torch()  # inspects the caller of this method
-        self._script.check_filled("optimizer.state_dict")
+        self._check_readable("optimizer.state_dict")
         with state.acting(self._script):
             self._prepare()
             if purpose is not None and self._state.is_ready:

@@ -12,8 +12,10 @@ Source: public SMP v1 API ("smdistributed.modelparallel.torch.optimizers").
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -100,10 +102,20 @@ def clip_grad_norm_(
     given = [parameters] if isinstance(parameters, Tensor) else list(parameters)
     with state.acting(state.script_with(given, "clip_grad_norm_")):
         optimizer = state.optimizer
-        if optimizer is not None and optimizer.has_masters:
-            total: Tensor = optimizer.clip_gradients(given, max_norm, norm_type, error_if_nonfinite)
-            return total
-        return clip_by(given, max_norm, norm_type, error_if_nonfinite, SessionNormGroups(), kernel)
+        parameters = [_parameter_of(tensor) for tensor in given]
+        with clipping_in_join(_model(), parameters, float(max_norm), float(norm_type), error_if_nonfinite):
+            if optimizer is not None and optimizer.has_masters:
+                total: Tensor = optimizer.clip_gradients(given, max_norm, norm_type, error_if_nonfinite)
+                return total
+            return clip_by(given, max_norm, norm_type, error_if_nonfinite, SessionNormGroups(), kernel)
+
+
+def clipping_in_join(
+    model: DistributedModel | None, parameters: Sequence[Tensor], *how: Any
+) -> contextlib.AbstractContextManager[None]:
+    """Around `clip_grad_norm_` of parameters, with its other arguments: in `model.join`, ranks that are over may have to repeat it."""
+    join = None if model is None else model.enclosing_join
+    return contextlib.nullcontext() if join is None else join.clipping(parameters, *how)
 
 
 def _parameter_of(entry: Tensor) -> Tensor:

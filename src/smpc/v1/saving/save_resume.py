@@ -222,6 +222,8 @@ def save_checkpoint(
     found, keep = checkpointer(), num_kept_partial_checkpoints
     found.wait()
     script = state.acting_script if model is None else state.script_of(model)
+    if script.model is not None and script.model.enclosing_join is not None:
+        script.model.enclosing_join.meet_all("smp.save_checkpoint")
     contents: list[Content] = []
 
     def collect() -> str:

@@ -24,13 +24,16 @@ Terms
 In the end all have the parameters, buffers and optimizer state of the last replica that was over. As in DistributedDataParallel.join,
 gradients are divided by the number of all replicas, or of those that are not over; gradients that a replica has accumulated but not
 averaged when it is over (`backward_passes_per_step`) are lost.
+
+Where replicas hold parts of parameters, ranks that are over do more: see `smpc.v1.steps.join_parts`.
 """
 
 from __future__ import annotations
 
 import contextlib
+from abc import ABC, abstractmethod
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from enum import IntEnum
 from typing import Any, Protocol
 
@@ -38,7 +41,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from smpc.errors import NonFiniteLossError, SmpcError, StepError
+from smpc.errors import NonFiniteLossError, SmpcError, StepError, UsageError
 from smpc.executor import StageReplicas
 from smpc.mesh import Axis
 from smpc.v1.session.process_state import Session
@@ -56,6 +59,9 @@ class JoinPhase(IntEnum):
     TRAINED = 22
     UNTRAINED = 23
     LEFT = 24
+    EVALUATION = 25
+    ACT = 26
+    MEETING = 27
 
 
 class SharedOptimizer(Protocol):
@@ -77,24 +83,25 @@ class EarlyTerminationError(StepError):
     """All ranks raise it together, with nothing under way."""
 
 
-class Join:
-    """One rank's part in one `with model.join()`. `replicas`: its averaging of gradients, None before the partition.
+class Join(ABC):
+    """One rank's part in one `with model.join()`.
 
     `partition` takes part in the first program of all; None without a pipeline. Methods are collective over the ranks that hold the same
     stage; methods called by steps raise the error that these ranks have agreed on.
     """
 
+    holds_parts = False  # of parameters
+
     def __init__(
         self,
         context: StepContext,
-        replicas: Callable[[], StageReplicas | None],
         partition: Callable[[], None] | None,
         *,
         divide_by_initial_world_size: bool,
         throw_on_early_termination: bool,
     ) -> None:
         self._context, self._session = context, context.session
-        self._replicas, self._partition, self._has_pipeline = replicas, partition, partition is not None
+        self._partition, self._has_pipeline = partition, partition is not None
         session = self._session
         self._divides_by_all, self._throws = divide_by_initial_world_size, throw_on_early_termination
         members = session.mesh.group(Axis.DP, session.rank)
@@ -131,9 +138,32 @@ class Join:
         """Before the first program of all is made."""
         self._guarded(lambda: self._announce(JoinPhase.PARTITION))
 
-    def begin_step(self) -> None:
-        """Before a step in which buffers or gradients may be exchanged."""
-        self._guarded(self._begin_step)
+    @abstractmethod
+    def begin_step(self, *, trains: bool) -> None:
+        """Before a step. `trains`: buffers or gradients may be exchanged in it."""
+
+    @abstractmethod
+    def note(self) -> None:
+        """After a step."""
+
+    def act(self, name: str, *arguments: Any) -> contextlib.AbstractContextManager[None]:
+        """Around an act of the script between steps, which ranks that are over repeat, if they need to."""
+        return contextlib.nullcontext()
+
+    def clipping(self, parameters: Sequence[Tensor], *how: Any) -> contextlib.AbstractContextManager[None]:
+        """The same around `clip_grad_norm_` of parameters; `how`: its other arguments."""
+        return contextlib.nullcontext()
+
+    def meet_all(self, what: str) -> None:
+        """Before something that needs all ranks of the job. UsageError on all of them if some are over."""
+
+        def meet() -> None:
+            if JoinPhase.OVER in self._announce(JoinPhase.MEETING) and self._error is None:
+                self._error = UsageError(
+                    f"join: expected all ranks in {what}, found some that ran out of data; call it after join, or while all have some"
+                )
+
+        self._guarded(meet)
 
     def end_step(self, *, did_backward: bool) -> None:
         """Before gradients are averaged, where a pipeline has not done so, and the verdict on losses is agreed on."""
@@ -155,11 +185,6 @@ class Join:
         phases = self._exchange(JoinPhase.ENTER + int(self._divides_by_all) + 2 * int(self._throws))
         self._error = self._contradiction(phases, ())
 
-    def _begin_step(self) -> None:
-        phases = self._announce(JoinPhase.STEP)
-        if self._error is None:
-            self._lead(phases)
-
     def _leave(self) -> None:
         """Before NonFiniteLossError, which all ranks that train have raised, ends the loop."""
         self._announce(JoinPhase.LEFT)
@@ -175,55 +200,32 @@ class Join:
         self._has_shadowed = True
         if active[0] == JoinPhase.LEFT:
             self._error = NonFiniteLossError(describe_verdict(self._verdict, "of another replica", self._session))
+        if active[0] == JoinPhase.MEETING and self._error is None:
+            self._error = UsageError(
+                "join: expected the others to need no other ranks when this one ran out of data, found that they save, or gather state; do "
+                "that after join, or while all have data"
+            )
         if self._error is None:
             self._take_part(active[0], phases)
         return self._error is None
 
+    @abstractmethod
     def _take_part(self, phase: int, phases: list[int]) -> None:
-        has_pipeline = self._has_pipeline
-        if phase == JoinPhase.PARTITION:
-            assert self._partition is not None, "there is a pipeline"
-            self._partition()
-            return
-        replicas = self._replicas()
-        assert replicas is not None, "there are other replicas, and the model is partitioned"
-        if phase == JoinPhase.STEP:
-            self._lead(phases)
-            replicas.start_of_step()
-            if has_pipeline:
-                replicas.shadow()
-            return
-        if phase == JoinPhase.UNTRAINED:
-            replicas.did_not_train()
-        elif not has_pipeline:
-            replicas.shadow()
-        if has_pipeline or phase == JoinPhase.TRAINED:
-            self._verdict = agree(0, None, self._session)
+        """A phase of the others."""
 
+    def _partition_too(self) -> None:
+        assert self._partition is not None, "there is a pipeline"
+        self._partition()
+
+    @abstractmethod
     def _finish(self, optimizer: SharedOptimizer | None) -> None:
-        """Once all are over: the state of the last replica for all."""
-        last = self._exchange(int(not self._has_shadowed))
-        source = max(replica for replica, is_last in zip(self._replica_of, last, strict=True) if is_last)
-        replicas = self._replicas()
-        if replicas is None:
-            return  # no replica has made a step
-        replicas.synchronize(source)
-        if optimizer is not None and not all(last):
-            share_state(optimizer, self._session.groups[Axis.RDP], source, self._session)
-            optimizer.replicate(self._session.groups[Axis.RDP], source)
+        """Once all are over. May leave an `error`."""
 
     # ------------------------------------------------------------------------------------------------------------------
 
-    def _lead(self, phases: list[int]) -> None:
-        """The information about participants that this step needs."""
-        source = max(replica for replica, phase in zip(self._replica_of, phases, strict=True) if phase)
-        count: dist.Work | None = None
-        if not self._divides_by_all:
-            own = torch.tensor([int(phases[self._position] != JoinPhase.OVER)], device=self._session.message_device)
-            count = dist.all_reduce(own, group=self._session.groups[Axis.RDP], async_op=True)
-        replicas = self._replicas()
-        assert replicas is not None, "there are other replicas, and the model is partitioned"
-        replicas.join(source, count)
+    def _last_of(self, is_chosen: Sequence[int]) -> int:
+        """The highest of the replicas whose ranks have a number other than 0."""
+        return max(replica for replica, chosen in zip(self._replica_of, is_chosen, strict=True) if chosen)
 
     def _announce(self, phase: JoinPhase) -> list[int]:
         phases = self._exchange(phase)
@@ -261,6 +263,82 @@ class Join:
         numbers[self._position] = own
         dist.all_reduce(numbers, group=self._session.groups[Axis.DP])
         return [int(number) for number in numbers.tolist()]
+
+
+class JoinOfWholes(Join):
+    """Replicas that hold whole parameters. `replicas`: this rank's averaging of gradients, None before the partition."""
+
+    def __init__(
+        self,
+        context: StepContext,
+        replicas: Callable[[], StageReplicas | None],
+        partition: Callable[[], None] | None,
+        *,
+        divide_by_initial_world_size: bool,
+        throw_on_early_termination: bool,
+    ) -> None:
+        super().__init__(
+            context,
+            partition,
+            divide_by_initial_world_size=divide_by_initial_world_size,
+            throw_on_early_termination=throw_on_early_termination,
+        )
+        self._replicas = replicas
+
+    def begin_step(self, *, trains: bool) -> None:
+        """Before a step. Ranks that are over have no part in one that does not train."""
+        if trains:
+            self._guarded(self._begin_step)
+
+    def note(self) -> None:
+        """Nothing: in the end all get what the last one has, whatever its script has done."""
+
+    def _begin_step(self) -> None:
+        phases = self._announce(JoinPhase.STEP)
+        if self._error is None:
+            self._lead(phases)
+
+    def _take_part(self, phase: int, phases: list[int]) -> None:
+        has_pipeline = self._has_pipeline
+        if phase == JoinPhase.PARTITION:
+            self._partition_too()
+            return
+        replicas = self._replicas()
+        assert replicas is not None, "there are other replicas, and the model is partitioned"
+        if phase == JoinPhase.STEP:
+            self._lead(phases)
+            replicas.start_of_step()
+            if has_pipeline:
+                replicas.shadow()
+            return
+        if phase == JoinPhase.UNTRAINED:
+            replicas.did_not_train()
+        elif not has_pipeline:
+            replicas.shadow()
+        if has_pipeline or phase == JoinPhase.TRAINED:
+            self._verdict = agree(0, None, self._session)
+
+    def _finish(self, optimizer: SharedOptimizer | None) -> None:
+        """Once all are over: the state of the last replica for all."""
+        last = self._exchange(int(not self._has_shadowed))
+        source = self._last_of(last)
+        replicas = self._replicas()
+        if replicas is None:
+            return  # no replica has made a step
+        replicas.synchronize(source)
+        if optimizer is not None and not all(last):
+            share_state(optimizer, self._session.groups[Axis.RDP], source, self._session)
+            optimizer.replicate(self._session.groups[Axis.RDP], source)
+
+    def _lead(self, phases: list[int]) -> None:
+        """The information about participants that this step needs."""
+        count: dist.Work | None = None
+        if not self._divides_by_all:
+            own = torch.tensor([int(phases[self._position] != JoinPhase.OVER)], device=self._session.message_device)
+            count = dist.all_reduce(own, group=self._session.groups[Axis.RDP], async_op=True)
+        replicas = self._replicas()
+        assert replicas is not None, "there are other replicas, and the model is partitioned"
+        replicas.join(self._last_of(phases), count)
 
 
 def share_state(optimizer: SharedOptimizer, group: dist.ProcessGroup, source: int, session: Session) -> None:
@@ -306,6 +384,9 @@ def _phase_as_text(phase: int) -> str:
         JoinPhase.TRAINED: "ends a step with a backward pass",
         JoinPhase.UNTRAINED: "ends a step without a backward pass",
         JoinPhase.LEFT: "left with an error",
+        JoinPhase.EVALUATION: "begins a step without gradients",
+        JoinPhase.ACT: "updates, clips or clears gradients",
+        JoinPhase.MEETING: "saves, or gathers state",
     }
     options = phase - JoinPhase.ENTER
     entered = f"join(divide_by_initial_world_size={bool(options & 1)}, throw_on_early_termination={bool(options & 2)})"

@@ -282,8 +282,8 @@ class Pipeline:
             except BaseException as error:
                 with supervision.guard():
                     raise error
-            if join is not None and self._trains(body, self.programs.entries[program][0], program):
-                join.begin_step()
+            if join is not None:
+                join.begin_step(trains=self._trains(body, self.programs.entries[program][0], program))
             with supervision.guard():
                 outcome = self._run(body, own, program, request)
         watch.loss = outcome.loss

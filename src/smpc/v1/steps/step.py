@@ -170,6 +170,8 @@ class StepRunner:
         optimizer = context.script.optimizer
         if optimizer is not None:
             optimizer.gradients_changed()
+        if context.join is not None:
+            context.join.note()
         if not context.hooks.have_stepped:
             context.supervision.end_start()
             context.hooks.after_step()

@@ -169,6 +169,14 @@ class Single:
         if not self._context.hooks.have_run:
             self._context.hooks.run()
 
+    def follow(self, *, trains: bool) -> None:
+        """Without a batch: take part in what other replicas gather in a step."""
+        self.settle()
+        shards = innermost(self._replicas)
+        assert isinstance(shards, ModuleShards), "others have no need of this rank"
+        for _ in range(self._session.config.microbatches):
+            shards.follow(trains=trains)
+
     def step(self, body: StepBody, own: Callable[[], Arguments], watch: StepWatch) -> tuple[Any, int]:
         """One step; returns its result and the verdict on its losses. Raises StepError for a batch that does not divide."""
         self.settle()
@@ -184,8 +192,8 @@ class Single:
                 if experts is None:
                     raise
                 failure = error
-        if join is not None and self._may_train(body):
-            join.begin_step()
+        if join is not None:
+            join.begin_step(trains=self._may_train(body))
         with supervision.step():
             if experts is not None:
                 with supervision.guard():
@@ -264,11 +272,12 @@ class Single:
                 "of the function, or in none"
             )
         if replicas is not None:
+            join = self._context.join
+            if join is not None and (join.holds_parts or not any(backwards)):
+                join.end_step(did_backward=any(backwards))
             if any(backwards):
                 replicas.end_of_step()
             else:
-                if self._context.join is not None:
-                    self._context.join.end_step(did_backward=False)
                 replicas.did_not_train()
         if not any(backwards):
             self._evaluations.add(body.number)
@@ -278,8 +287,11 @@ class Single:
             return None
 
         def before_last(roots: list[Tensor]) -> tuple[Tensor, Tensor] | None:
-            if self._context.join is not None:
-                self._context.join.end_step(did_backward=True)
+            join = self._context.join
+            if (
+                join is not None and not join.holds_parts
+            ):  # else blocks are reduced in the backward, which others follow
+                join.end_step(did_backward=True)
             return replicas.before_last_backward(0, roots)
 
         return before_last

@@ -15,6 +15,10 @@ that shares it or by an optimizer made earlier, is a UsageError.
     a gather; the end of a forward that gathers, of a backward that does not reduce     the ranks that share parts
     a reduction; the end of a backward that reduces; a norm; an update                  and then those that have the same parts
 
+After a forward torch keeps whole what it is about to differentiate, and computes with it until then. Where no backward has come, writes
+into the parts (an average of weights in their place, for an evaluation) would not be seen by the next forward, nor be in a state dict:
+units let go first.
+
 A rank that fails tells those that have the same parts, without waiting for them. Messages are a few bytes between CPUs.
 """
 
@@ -29,6 +33,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FullyShardedDataParallel, _flat_param, _runtime_utils
+from torch.distributed.fsdp._common_utils import HandleTrainingState
 from torch.distributed.fsdp._flat_param import RESHARD_AFTER_FORWARD_HANDLE_STRATEGIES
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.weak import WeakIdKeyDictionary
@@ -56,6 +61,9 @@ class FlatUnits:
 
     def __init__(self) -> None:
         self._roots: weakref.WeakSet[FullyShardedDataParallel] = weakref.WeakSet()
+        self._undone: weakref.WeakSet[FullyShardedDataParallel] = (
+            weakref.WeakSet()
+        )  # roots since a forward, until a backward
         self._made: list[weakref.ref[FullyShardedDataParallel]] = []
         self._of_handles: weakref.WeakKeyDictionary[Any, tuple[int, Any]] = (
             weakref.WeakKeyDictionary()
@@ -108,16 +116,24 @@ class FlatUnits:
 
     def _forward(self, original: Callable[..., Any]) -> Callable[..., Any]:
         def forward(unit: FullyShardedDataParallel, *args: Any, **kwargs: Any) -> Any:
+            if unit in self._undone and not is_in_backward():
+                _let_go(unit)
             gathers = unit._is_root is not False and _gathers(unit)
             output = original(unit, *args, **kwargs)
-            if gathers and unit in self._roots and not is_in_backward():
-                self._tell(_FORWARD, unit, unit)
+            if unit in self._roots and not is_in_backward():
+                self._undone.add(unit)
+                if gathers:
+                    self._tell(_FORWARD, unit, unit)
+                if not torch.is_grad_enabled():
+                    _let_go(unit)
             return output
 
         return forward
 
     def _unshard(self, original: Callable[..., None]) -> Callable[..., None]:
         def unshard(handle: Any) -> None:
+            if handle._training_state is HandleTrainingState.SUMMON_FULL_PARAMS and _is_left_whole(handle):
+                handle.reshard(True)
             if handle.needs_unshard():
                 self._come_to(_GATHER, handle)
             original(handle)
@@ -135,6 +151,7 @@ class FlatUnits:
         def end(state: Any, root: Any) -> None:
             if root in self._roots and (state._sync_gradients or any(map(_reshards, state._all_fsdp_states))):
                 self._tell(_BACKWARD, root, root)
+            self._undone.discard(root)
             original(state, root)
 
         return end
@@ -225,6 +242,18 @@ def _refuse_flattened(what: str, name: str, *_: object) -> NoReturn:
 def _replicas(state: Any) -> dist.ProcessGroup | None:
     """The ranks that have the same parts as this one; None if parts have no copies."""
     return getattr(state, "_inter_node_pg", None)
+
+
+def _let_go(root: Any) -> None:
+    """Free what units have left whole."""
+    for each in root._all_fsdp_states:
+        handle = each._handle
+        if handle is not None and _is_left_whole(handle):
+            _runtime_utils._reshard(each, handle, True)
+
+
+def _is_left_whole(handle: Any) -> bool:
+    return bool(handle.uses_sharded_strategy and not handle.needs_unshard())
 
 
 def _gathers(root: Any) -> bool:

@@ -2,6 +2,7 @@
 
 fully_shard(block), ...     ranks note the modules, which all of them make in one order
 the first forward           torch finds out which of them is outermost; what is noted by then goes in step
+a forward without gradients  the outermost has its parameters in parts afterwards, as the others: scripts read and write parts
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
@@ -18,6 +20,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
 
 from smpc.nn.init.sliced_models import note_parts
 from smpc.optimizers.torch_patches import replace_method
+from smpc.sharding.backwards import is_in_backward
 from smpc.sharding.forward_writes.writes import KeptWrites
 from smpc.sharding.in_step import InStep, ranks_of
 
@@ -57,6 +60,8 @@ class ScriptUnits:
         mesh = self._mesh()
         if not outer:
             return
+        for root in outer:
+            root.register_forward_hook(_let_go_without_gradients)
         roots: dict[str, FSDPModule] = {str(i) if len(outer) > 1 else "": root for i, root in enumerate(outer)}
         named: dict[str, FSDPModule] = {}
         states: dict[int, Any] = {}
@@ -71,6 +76,12 @@ class ScriptUnits:
             return
         made = InStep(roots, alike, mesh, is_alone=self._is_alone and len(alike) == len(named))
         made.begin()
+
+
+def _let_go_without_gradients(root: Any, *_: object) -> None:
+    """No backward will free what torch has left whole."""
+    if not torch.is_grad_enabled() and not is_in_backward() and root._get_fsdp_state()._auto_reshard_after_forward:
+        root.reshard()
 
 
 def _is_covered(unit: Any) -> bool:
