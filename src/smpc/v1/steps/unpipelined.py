@@ -288,9 +288,7 @@ class Single:
 
         def before_last(roots: list[Tensor]) -> tuple[Tensor, Tensor] | None:
             join = self._context.join
-            if (
-                join is not None and not join.holds_parts
-            ):  # else blocks are reduced in the backward, which others follow
+            if join is not None and not join.holds_parts:  # of parts, others follow this backward
                 join.end_step(did_backward=True)
             return replicas.before_last_backward(0, roots)
 
