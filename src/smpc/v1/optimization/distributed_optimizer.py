@@ -374,7 +374,7 @@ class DistributedOptimizer(ShardedNames):
         if self._session is not state.job.session:
             raise ended("smp.DistributedOptimizer")
         if self._agreement is not None:
-            self.tell_others()
+            self.tell_others(updates=True)
             agreement, self._agreement = self._agreement, None
             if self._script.untold is self:
                 self._script.untold = None
@@ -499,11 +499,11 @@ class DistributedOptimizer(ShardedNames):
             self._updates.prepare(state.model)
 
     @_acts
-    def tell_others(self) -> None:
+    def tell_others(self, updates: bool = False) -> None:
         """Report this optimizer to the other ranks, until it has been compared with theirs; the model calls it before a step."""
         if self._agreement is not None and state.model is not None:
-            module = state.model.get_module()
-            self._agreement.tell(self.optimizer, module, self.parameter_of, is_cut=self._is_late)
+            module, is_late = state.model.get_module(), self._is_late
+            self._agreement.tell(self.optimizer, module, self.parameter_of, is_cut=is_late, updates=updates)
 
     # -- state -----------------------------------------------------------------------------------------------------------
 

@@ -4,9 +4,9 @@
     agreement.check()                    before the first update: raises ConfigError that names ranks and differences
 
 Ranks meet in the step before the first update, so all have reported their optimizer by then; nobody waits for a rank that has not (a
-replica without data). A script may change options between that step and the update, and ranks come to it at different times: a report is
-compared with those that have changed as often, or more often. Two ranks that update one model by different rules would continue with wrong
-numbers, and nothing else would detect it.
+replica without data). A script may change options between that step and the update, to which ranks come at different times: what they have
+there is told once more, and each compares it with those that have come before. Two ranks that update one model by different rules would
+continue with wrong numbers, and nothing else would detect it.
 
 An optimizer made from all parameters is compared whole. One made after the partition, from the parameters of its own stage, may
 list other parameters than another stage's; then parameters listed by both must have the same options.
@@ -27,10 +27,11 @@ from torch.optim import Optimizer
 
 from smpc.errors import ConfigError
 
-_TOLD = (
-    "smpc/optimizer/told"  # store key, with the rank behind it: the number of its reports, and the digest of the last
-)
-_WHOLE = "smpc/optimizer/whole"  # the same, with that number behind it: the report
+_DIGEST, _WHOLE = (
+    "smpc/optimizer/digest",
+    "smpc/optimizer/whole",
+)  # store keys, with the moment and the rank behind them
+_STEP, _UPDATE = "step", "update"
 _MANY = 12  # lines
 
 
@@ -144,42 +145,47 @@ class OptimizerAgreement:
     def __init__(self, store: Store, rank: int, num_ranks: int, stage: int) -> None:
         self._store, self._rank, self._num_ranks = store, rank, num_ranks
         self._stage = stage
-        self._digest, self._num_told = "", 0
+        self._told: dict[str, str] = {}  # by moment
 
     def tell(
-        self, optimizer: Optimizer, module: nn.Module, parameter_of: Callable[[Tensor], Tensor], *, is_cut: bool
+        self,
+        optimizer: Optimizer,
+        module: nn.Module,
+        parameter_of: Callable[[Tensor], Tensor],
+        *,
+        is_cut: bool,
+        updates: bool = False,
     ) -> None:
-        """Report this rank's optimizer. `is_cut`: the module has been partitioned before the optimizer was made."""
+        """Report this rank's optimizer. `is_cut`: the module has been partitioned before the optimizer was made; `updates`: it is about to
+        update parameters."""
         names = {id(parameter): name for name, parameter in module.named_parameters()}
         description = OptimizerDescription.of(optimizer, names, parameter_of, self._stage if is_cut else -1)
         text = description.to_json()
         digest = hashlib.sha256(text.encode()).hexdigest()
-        if digest != self._digest:
-            self._num_told += 1
-            self._store.set(f"{_WHOLE}/{self._rank}/{self._num_told}", text)
-            self._store.set(f"{_TOLD}/{self._rank}", f"{self._num_told} {digest}")
-            self._digest = digest
+        moment = _UPDATE if updates else _STEP
+        if digest != self._told.get(moment):
+            self._store.set(f"{_WHOLE}/{moment}/{self._rank}", text)
+            self._store.set(f"{_DIGEST}/{moment}/{self._rank}", digest)
+            self._told[moment] = digest
 
     def check(self) -> None:
-        """Compare the other ranks' optimizers with this one's. Raises ConfigError if they differ."""
-        if not self._num_told:
-            return
-        keys = [f"{_TOLD}/{rank}" for rank in range(self._num_ranks)]
-        has_all = self._store.check(keys)
-        there = [rank for rank, key in enumerate(keys) if has_all or self._store.check([key])]
-        told = {rank: self._store.get(keys[rank]).decode().split() for rank in there}
-        odd = [
-            rank for rank, (times, digest) in told.items() if int(times) >= self._num_told and digest != self._digest
-        ]
-        lines = []
-        for rank in odd[:2]:
-            pair = sorted((rank, self._rank))
-            described = [
-                OptimizerDescription.read(self._store.get(f"{_WHOLE}/{each}/{told[each][0]}")) for each in pair
-            ]
-            lines += optimizer_differences(described[0], described[1], (f"rank {pair[0]}", f"rank {pair[1]}"))
+        """Compare all reported optimizers with the first rank's. Raises ConfigError if they differ."""
+        lines = self._apart(_STEP) or self._apart(_UPDATE)
         if lines:
             more = [f"and {len(lines) - _MANY} more"] if len(lines) > _MANY else []
             raise ConfigError(
                 "\n".join(["expected the same optimizer on all ranks, found different ones:", *lines[:_MANY], *more])
             )
+
+    def _apart(self, moment: str) -> list[str]:
+        """How the reports of a moment differ."""
+        keys = [f"{_DIGEST}/{moment}/{rank}" for rank in range(self._num_ranks)]
+        has_all = self._store.check(keys)
+        there = [rank for rank, key in enumerate(keys) if has_all or self._store.check([key])]
+        digests = {rank: self._store.get(keys[rank]) for rank in there}
+        lines = []
+        for rank in [rank for rank in there if digests[rank] != digests[there[0]]][:2]:
+            pair = there[0], rank
+            described = [OptimizerDescription.read(self._store.get(f"{_WHOLE}/{moment}/{each}")) for each in pair]
+            lines += optimizer_differences(described[0], described[1], (f"rank {pair[0]}", f"rank {pair[1]}"))
+        return lines
