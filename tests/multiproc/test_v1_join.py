@@ -10,7 +10,7 @@ import torch.distributed as dist
 from executor_harness import Launch, run_workers
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
-from v1_harness import MB, feed, make_model, start
+from v1_harness import MB, WHILE_RUNNING, feed, make_model, start
 
 import smpc.v1 as smp
 from smpc.errors import NonFiniteLossError, StepError, UsageError
@@ -283,8 +283,8 @@ def test_ranks_of_tensor_parallel_groups_average_their_own_samples(tmp_path):
             torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-7)
 
 
-def ends_badly(rank, folder, how):
-    smp.init({"pipeline_parallel_degree": 1, "ddp": True})
+def ends_badly(rank, folder, how, config):
+    smp.init({"pipeline_parallel_degree": 1, "ddp": True, **config})
     model = smp.DistributedModel(Small(0))
     with model.join():
         for step, x in enumerate(data(rank, 1 + 3 * rank)):
@@ -295,10 +295,11 @@ def ends_badly(rank, folder, how):
                 raise LookupError("no such file")
 
 
+@pytest.mark.parametrize("config", [{}, WHILE_RUNNING], ids=["wholes", "parts"])
 @pytest.mark.parametrize("how", ["killed", "raises"])
-def test_nobody_waits_for_a_replica_that_has_ended(tmp_path, how):
-    """Replica 0 is over and shadows; step_timeout is half an hour."""
-    (status, log), (cause, _) = Launch(ends_badly, 2, tmp_path, how).wait()
+def test_nobody_waits_for_a_replica_that_has_ended(tmp_path, how, config):
+    """Replica 0 is over and shadows, or listens; step_timeout is half an hour."""
+    (status, log), (cause, _) = Launch(ends_badly, 2, tmp_path, how, config).wait()
     assert status not in (0, "hung"), log
     assert cause == (-signal.SIGKILL if how == "killed" else 1)
     assert how == "killed" or "LookupError: no such file" in log

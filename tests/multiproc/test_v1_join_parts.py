@@ -1,11 +1,8 @@
 """`model.join()` where replicas hold parts of parameters: the training of replicas that hold all of them, in the same `join`."""
 
-import os
-import signal
-
 import pytest
 import torch
-from executor_harness import Launch, run_workers
+from executor_harness import run_workers
 from test_v1_join import Small, data, evaluate, expected_parameters, feed, ids, small_evaluation, small_step, train
 from torch import nn
 from torch.utils.checkpoint import checkpoint
@@ -286,24 +283,3 @@ def test_the_same_script_while_all_have_data(tmp_path):
     first, second = run_workers(fine, 2, tmp_path)
     assert all(torch.equal(first[name], second[name]) for name in first if "running" not in name)
     assert all(value.isfinite().all() for name, value in first.items() if "running" not in name)
-
-
-def ends_badly(rank, folder, how):
-    smp.init({"pipeline_parallel_degree": 1, "ddp": True, **WHILE_RUNNING})
-    model = smp.DistributedModel(Small(0))
-    with model.join():
-        for step, x in enumerate(data(rank, 1 + 3 * rank)):
-            small_step(model, x)
-            if step == 1 and how == "killed":
-                os.kill(os.getpid(), signal.SIGKILL)
-            if step == 1:
-                raise LookupError("no such file")
-
-
-@pytest.mark.parametrize("how", ["killed", "raises"])
-def test_nobody_waits_for_a_replica_that_has_ended(tmp_path, how):
-    """Replica 0 is over, and listens; step_timeout is half an hour."""
-    (status, log), (cause, _) = Launch(ends_badly, 2, tmp_path, how).wait()
-    assert status not in (0, "hung"), log
-    assert cause == (-signal.SIGKILL if how == "killed" else 1)
-    assert how == "killed" or "LookupError: no such file" in log

@@ -3,21 +3,11 @@
 import pytest
 import torch
 from checkpoint_harness import run_ranks, values_of
-from torch import nn
+from test_split_parameters import Net
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy, fully_shard
 
 import smpc.v2 as tsm
-
-
-class Net(nn.Module):
-    def __init__(self):
-        super().__init__()
-        torch.manual_seed(0)
-        self.up, self.down, self.norm = nn.Linear(8, 32), nn.Linear(32, 8), nn.LayerNorm(8)
-
-    def forward(self, x):
-        return self.norm(x + self.down(torch.relu(self.up(x))))
 
 
 def batch(step):

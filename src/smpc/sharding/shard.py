@@ -128,6 +128,7 @@ class _ShardPart:
     keep: Keep
     is_wide: bool
     is_alike: bool  # all ranks of the model's mesh gather it together
+    divisor: float | None = None  # of its gradients, if it has one of its own
 
 
 @dataclass(slots=True)
@@ -151,8 +152,9 @@ class Sharded:
         self._uses.tells = self._writes.are_there
 
     def divide_by(self, num_ranks: int | None) -> None:
-        """What gradients are divided by in the steps that follow; None: by how many ranks there are."""
-        for part in self._parts:
+        """What gradients are divided by in the steps that follow, but for units with a divisor of their own; None: by how many ranks
+        there are."""
+        for part in (part for part in self._parts if part.divisor is None):
             part.module.set_force_sum_reduction_for_comms(num_ranks is not None)  # gloo has no other sum of factors
             part.module.set_gradient_divide_factor(cast(Any, num_ranks))  # torch's own default is None
 
@@ -276,7 +278,7 @@ def shard(
             keep_wide(made)
         taken.update(new)
         is_alike = unit.mesh is None or ranks_of(unit.mesh) == ranks_of(mesh)
-        found._parts.append(_ShardPart(unit.name, made, unit.keep or options.keep, wide, is_alike))
+        found._parts.append(_ShardPart(unit.name, made, unit.keep or options.keep, wide, is_alike, unit.divisor))
     if group is not None:
         found.keep_steps_alike(group)
     elif in_step:

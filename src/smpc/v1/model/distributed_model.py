@@ -63,7 +63,7 @@ from smpc.v1.steps.arguments import StepBody
 from smpc.v1.steps.calls import Gradients, ModelCalls, Tensors, cast_inputs, cast_outputs
 from smpc.v1.steps.context import Hook, Measures, ModelHooks, StepContext
 from smpc.v1.steps.context_parallel import make_shared_sequences
-from smpc.v1.steps.join import Join, JoinOfWholes
+from smpc.v1.steps.join import Join, JoinOfWholes, JoinOptions
 from smpc.v1.steps.join_parts import JoinOfParts
 from smpc.v1.steps.pipeline import Pipeline
 from smpc.v1.steps.step import StepRunner
@@ -453,16 +453,13 @@ class DistributedModel(ShownModel, TensorParallelModel, ObservedModel, NotWrappe
             return
         check_join(self._replication.options, context.session)
         partition = None if pipeline is None else pipeline.partition_without_data
-        how = {
-            "divide_by_initial_world_size": divide_by_initial_world_size,
-            "throw_on_early_termination": throw_on_early_termination,
-        }
+        options = JoinOptions(divide_by_initial_world_size, throw_on_early_termination)
         join: Join
         if context.session.is_sharded:
             single = self._runner.single
             follow = None if single is None else single.follow
-            join = JoinOfParts(context, lambda: self._replication.shards, follow, partition, **how)
+            join = JoinOfParts(context, lambda: self._replication.shards, follow, partition, options)
         else:
-            join = JoinOfWholes(context, lambda: self._replication.replicas, partition, **how)
+            join = JoinOfWholes(context, lambda: self._replication.replicas, partition, options)
         with join.around():
             yield

@@ -34,6 +34,7 @@ import contextlib
 from abc import ABC, abstractmethod
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from enum import IntEnum
 from typing import Any, Protocol
 
@@ -79,6 +80,14 @@ class SharedOptimizer(Protocol):
         """Take masters and loss scale from the group's rank `source`."""
 
 
+@dataclass(frozen=True, slots=True)
+class JoinOptions:
+    """The arguments of `DistributedModel.join`, which must be the same on all ranks."""
+
+    divide_by_initial_world_size: bool
+    throw_on_early_termination: bool
+
+
 class EarlyTerminationError(StepError):
     """All ranks raise it together, with nothing under way."""
 
@@ -96,14 +105,12 @@ class Join(ABC):
         self,
         context: StepContext,
         partition: Callable[[], None] | None,
-        *,
-        divide_by_initial_world_size: bool,
-        throw_on_early_termination: bool,
+        options: JoinOptions,
     ) -> None:
         self._context, self._session = context, context.session
         self._partition, self._has_pipeline = partition, partition is not None
         session = self._session
-        self._divides_by_all, self._throws = divide_by_initial_world_size, throw_on_early_termination
+        self._divides_by_all, self._throws = options.divide_by_initial_world_size, options.throw_on_early_termination
         members = session.mesh.group(Axis.DP, session.rank)
         self._position = members.index(session.rank)
         self._replica_of = [session.mesh.rdp_rank(member) for member in members]
@@ -273,16 +280,9 @@ class JoinOfWholes(Join):
         context: StepContext,
         replicas: Callable[[], StageReplicas | None],
         partition: Callable[[], None] | None,
-        *,
-        divide_by_initial_world_size: bool,
-        throw_on_early_termination: bool,
+        options: JoinOptions,
     ) -> None:
-        super().__init__(
-            context,
-            partition,
-            divide_by_initial_world_size=divide_by_initial_world_size,
-            throw_on_early_termination=throw_on_early_termination,
-        )
+        super().__init__(context, partition, options)
         self._replicas = replicas
 
     def begin_step(self, *, trains: bool) -> None:

@@ -30,7 +30,7 @@ from smpc.executor.replicas.group_hooks import StepHooks, innermost
 from smpc.mesh import Axis
 from smpc.sharding.tensors import digest, local
 from smpc.v1.steps.context import StepContext
-from smpc.v1.steps.join import Join, JoinPhase, SharedOptimizer
+from smpc.v1.steps.join import Join, JoinOptions, JoinPhase, SharedOptimizer
 from smpc.v1.steps.results import agree
 
 
@@ -63,16 +63,9 @@ class JoinOfParts(Join):
         hooks: Callable[[], StepHooks | None],
         follow: Follow | None,
         partition: Callable[[], None] | None,
-        *,
-        divide_by_initial_world_size: bool,
-        throw_on_early_termination: bool,
+        options: JoinOptions,
     ) -> None:
-        super().__init__(
-            context,
-            partition,
-            divide_by_initial_world_size=divide_by_initial_world_size,
-            throw_on_early_termination=throw_on_early_termination,
-        )
+        super().__init__(context, partition, options)
         self._hooks, self._follow_calls = hooks, follow
         self._seen: list[int | None] | None = None  # digests after the last step or act
         self._was_followed = self._acts = False
