@@ -28,8 +28,9 @@ demo: $(if $(wildcard $(STAMP)),$(STAMP),$(VENV)/installed-demo)
 	$(BIN)/python examples/demo.py
 
 # In the order of the folders, so that the short files of tests/unit fill all workers to the end. Of two workers' time on two cores a
-# seventh is spent waiting, for timeouts and for ranks that end: a third worker uses it.
-WORKERS := -n 3 --dist loadfile --no-loadscope-reorder
+# seventh is spent waiting, for timeouts and for ranks that end: a third worker uses it. A worker that a crash has ended ends the run: by
+# file, xdist waits without end for the tests that such a worker had been given.
+WORKERS := -n 3 --dist loadfile --no-loadscope-reorder --max-worker-restart 0
 
 test: $(STAMP)
 	$(BIN)/pytest -m 'not slow and not long' $(WORKERS)

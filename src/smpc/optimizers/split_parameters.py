@@ -59,13 +59,13 @@ def note_split(model: nn.Module, names: Collection[str], group: dist.ProcessGrou
 
 
 def groups_of(tensors: Sequence[Tensor]) -> dict[int, tuple[dist.ProcessGroup, ...]]:
-    """By id, of those parameters and gradients among `tensors` that are parts: the groups that have the others."""
+    """By id, of those parameters among `tensors` that are parts: the groups that have the others.
+
+    No gradient is looked at: of another model, another thread's backward may be writing it.
+    """
     given = {id(tensor) for tensor in tensors}
-    found: dict[int, tuple[dist.ProcessGroup, ...]] = {}
-    for model in list(_split):
-        for parameter, groups in _parts_in(model):
-            found.update((id(each), groups) for each in (parameter, parameter.grad) if id(each) in given)
-    return found
+    parts = (part for model in list(_split) for part in _parts_in(model))
+    return {id(parameter): groups for parameter, groups in parts if id(parameter) in given}
 
 
 def _parts_in(model: nn.Module) -> list[tuple[nn.Parameter, tuple[dist.ProcessGroup, ...]]]:
@@ -84,9 +84,14 @@ def _groups_to_ask(given: Sequence[Tensor]) -> list[tuple[dist.ProcessGroup, ...
     """Those of all parts of the models that the tensors belong to: a rank may have been given none of its own, without gradients."""
     ids, found = {id(tensor) for tensor in given}, list[tuple[dist.ProcessGroup, ...]]()
     for model in list(_split):
-        if any(id(each) in ids for parameter in model.parameters() for each in (parameter, parameter.grad)):
+        if any(id(parameter) in ids for parameter in model.parameters()):
             found += [groups for _, groups in _parts_in(model)]
     return list(dict.fromkeys(found))
+
+
+def _gradient_of_part_in(tensors: Sequence[Tensor]) -> bool:
+    given = {id(tensor) for tensor in tensors}
+    return any(id(parameter.grad) in given for model in list(_split) for parameter, _ in _parts_in(model))
 
 
 def _all_groups(tensors: Sequence[Tensor]) -> list[dist.ProcessGroup]:
@@ -146,7 +151,7 @@ def _get_total_norm(original: Callable[..., Any]) -> Callable[..., Any]:
         if torch.compiler.is_compiling():
             return original(tensors, *args, **kwargs)
         tensors, given = listed(tensors)
-        if groups_of(given):
+        if groups_of(given) or _gradient_of_part_in(given):
             raise UsageError(
                 "get_total_norm: expected tensors that this rank has whole, found parts of a model whose other parts other ranks have; "
                 "torch.nn.utils.clip_grad_norm_(parameters, float('inf')), on every rank, returns the norm of all gradients and changes "
