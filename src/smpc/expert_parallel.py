@@ -36,7 +36,7 @@ from smpc.executor.collectives import TensorGroup, sum_over
 from smpc.executor.replicas.apart import ExpertsApart
 from smpc.experts.confirm import Confirmations, Confirmed
 from smpc.experts.dispatch import WAYS, owned
-from smpc.experts.listed import ListedBlock, spread_out
+from smpc.experts.listed import ListedBlock, rows_of_rank, spread_out, unsuited_as_rows
 from smpc.experts.stacked import Options, cut, look_at
 from smpc.experts.structure import (
     Found,
@@ -78,7 +78,7 @@ class ExpertParallelModule(nn.Module):
         super().__init__()
         self.training = model.training
         self.group, self.experts, self.left_whole = group, dict(experts), dict(left_whole)
-        self._holdings, self._blocks = holdings, tuple(blocks)
+        self._holdings, self.blocks = holdings, tuple(blocks)
         self.model = model
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -128,7 +128,7 @@ class ExpertParallelModule(nn.Module):
 
     def _give_zeros(self) -> None:
         """Gives a gradient of zero to experts of this rank that have none, and whose results gradients have reached since the last time."""
-        for block in self._blocks:
+        for block in self.blocks:
             mine = block.wanted_parameters_of_all()
             block.wanted.clear()
             for parameter in mine:
@@ -190,12 +190,14 @@ def cut_experts(
     experts: Sequence[str] | None = None,
     *,
     looks: bool = False,
+    in_parts: bool = False,
 ) -> ExpertParallelModule:
     """`shard`, for callers that see themselves to it that gradients, optimizers and wrappers know of parts.
 
-    `looks`: whether calls of the model look at what else uses the experts' parameters.
+    `looks`: whether calls of the model look at what else uses the experts' parameters. `in_parts`: the parameters of a rank's experts will
+    be in parts on the ranks that hold the same; of experts that are modules of their own, others keep them without rows.
     """
-    confirmed, left_whole = _confirmed_for_expert_parallel(model, group, experts, options.router)
+    confirmed, left_whole = _confirmed_for_expert_parallel(model, group, experts, options.router, in_parts=in_parts)
     found: list[Found] = [one.experts if isinstance(one, Confirmed) else one for one in confirmed]
     holdings = ExpertHoldings.of(model, found if group.size > 1 else [], group)
     options = replace(options, around=plain_parameters)
@@ -204,7 +206,9 @@ def cut_experts(
         if isinstance(one, Confirmed):
             cut(one, group, options)
         else:
-            blocks.append(spread_out(one, group, options))
+            blocks.append(spread_out(one, group, options, keeps=in_parts, in_parts=in_parts))
+            if in_parts:
+                _leave_rows(one, group)
     for stacked in (one for one in found if isinstance(one, Stacked) and group.size > 1):
         mine = owned(stacked.num_experts, group)
         note_rows(stacked.module, dict.fromkeys(stacked.parameters, (stacked.num_experts, mine)), group, stacked.name)
@@ -212,6 +216,14 @@ def cut_experts(
         look_at(model, options)
     numbers = {one.name: one.num_experts for one in found}
     return ExpertParallelModule(model, group, holdings, numbers, left_whole, blocks)
+
+
+@torch.no_grad()
+def _leave_rows(found: Listed, group: TensorGroup) -> None:
+    """Leaves this rank all rows of its experts and none of the others."""
+    for parameter, rows in rows_of_rank(found, group):
+        parameter.grad = None
+        parameter.data = parameter.data[rows.start : rows.stop].clone()
 
 
 def _expert_options(
@@ -236,7 +248,7 @@ def _expert_options(
 
 
 def _confirmed_for_expert_parallel(
-    model: nn.Module, group: TensorGroup, patterns: Sequence[str] | None, router: str
+    model: nn.Module, group: TensorGroup, patterns: Sequence[str] | None, router: str, *, in_parts: bool
 ) -> tuple[list[Confirmed | Listed], dict[str, str]]:
     """The experts to cut, and why others stay whole."""
     cuttable: list[Confirmed | Listed] = []
@@ -245,7 +257,10 @@ def _confirmed_for_expert_parallel(
     every = find_experts(model, patterns)
     uses = uses_of_parameters(model, every)
     for one in every:
-        outcome = _unsuited_for_expert_parallel(one, group, router, uses) or confirmations.of(one)
+        reason = _unsuited_for_expert_parallel(one, group, router, uses)
+        if reason is None and in_parts and isinstance(one, Listed):
+            reason = unsuited_as_rows(one, in_parts=True)
+        outcome = reason or confirmations.of(one)
         if isinstance(outcome, str):
             whole[one.name] = outcome
         else:

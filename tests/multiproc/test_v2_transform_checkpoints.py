@@ -106,6 +106,10 @@ def resumes(rank, channel, family, degrees, fsdp, kind, path):
         slow("full", "mixtral", (2, EXPERTS, 2), (2, EXPERTS, 1), 2),
         slow("full", "mixtral", (2, EXPERTS, 1), (2, WHOLE, 1), 2),
         slow("sharded", "mixtral", (4, WITH_TENSOR, 1), (2, WITH_CONTEXT, 2), 1),
+        slow("sharded", "listed", (2, EXPERTS, 2), (2, WHOLE, 2), 2),
+        slow("sharded", "listed", (4, WITH_TENSOR, 2), (4, BOTH, 2), 1),
+        slow("full", "listed", (2, EXPERTS, 2), (2, WHOLE, 1), 2),
+        slow("full", "listed", (2, WHOLE, 1), (2, EXPERTS, 2), 2),
         slow("sharded", "mixtral", (4, WITH_TENSOR, 2), (4, {**WITH_TENSOR, "context_parallel_degree": 2}, 1), 1),
         slow("apart", "llama", (4, SHARED, 1), (4, SHARED, 1), 2),
         slow("local", "llama", (4, SHARED, 1), (4, SHARED, 1), 2),
@@ -135,25 +139,30 @@ def train_plainly(model, optimizer, steps):
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("kind", ["sharded", "full"])
-@pytest.mark.parametrize("how", [(4, SHARED, 1), (4, SHARED, 2), (2, EXPERTS, 1), (2, EXPERTS, 2)])
-def test_plain_torch_goes_on_from_checkpoints_and_is_gone_on_from(how, kind, tmp_path):
-    size, *how = how
-    path, other, wanted = str(tmp_path / "c"), str(tmp_path / "d"), reference("mixtral", 2, loss_of_model)
+@pytest.mark.parametrize(
+    ("family", "size", "how"),
+    [
+        *(("mixtral", *each) for each in ((4, (SHARED, 1)), (4, (SHARED, 2)), (2, (EXPERTS, 1)), (2, (EXPERTS, 2)))),
+        ("listed", 2, (EXPERTS, 2)),
+    ],
+)
+def test_plain_torch_goes_on_from_checkpoints_and_is_gone_on_from(family, size, how, kind, tmp_path):
+    path, other, wanted = str(tmp_path / "c"), str(tmp_path / "d"), reference(family, 2, loss_of_model)
 
-    trained = values_of(run_ranks(size, trains_and_saves, tmp_path, "mixtral", *how, kind, path))[0]
-    model = build("mixtral", seed=7)
+    trained = values_of(run_ranks(size, trains_and_saves, tmp_path, family, *how, kind, path))[0]
+    model = build(family, seed=7)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     state = dict(zip(("model", "optimizer"), get_state_dict(model, optimizer), strict=True))
     dcp.load(state, checkpoint_id=path)
     set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
     torch.testing.assert_close(trained + train_plainly(model, optimizer, range(2, STEPS)), wanted, rtol=1e-5, atol=0)
 
-    model = build("mixtral")
+    model = build(family)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     trained = train_plainly(model, optimizer, range(2))
     found = get_state_dict(model, optimizer)
     dcp.save({"model": found[0], "optimizer": found[1], "step": 2}, checkpoint_id=other)
-    resumed = values_of(run_ranks(size, resumes, tmp_path, "mixtral", *how, kind, other))[0]
+    resumed = values_of(run_ranks(size, resumes, tmp_path, family, *how, kind, other))[0]
     torch.testing.assert_close(trained + resumed, wanted, rtol=1e-5, atol=0)
 
 
@@ -164,12 +173,12 @@ def full_state(model, optimizer):
     return copy.deepcopy(found)
 
 
-def passes_rank_0s_state_on(rank, channel, degrees, fsdp):
+def passes_rank_0s_state_on(rank, channel, degrees, fsdp, family):
     """Of rank 0's state after a step: shapes, and what is another in a model that all ranks have loaded it into."""
     tsm.init(degrees)
     states = []
     for seed in (0, 5):
-        model = wrapped(tsm.transform(build("mixtral", seed)), fsdp, use_orig_params=True)
+        model = wrapped(tsm.transform(build(family, seed)), fsdp, use_orig_params=True)
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
         train(model, loss_of_model, range(1), optimizer)
         if seed:
@@ -194,12 +203,19 @@ def passes_rank_0s_state_on(rank, channel, degrees, fsdp):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("fsdp", [0, 1, 2])
-@pytest.mark.parametrize("degrees", [SHARED, EXPERTS])
-def test_a_full_state_dict_of_rank_0_is_loaded_on_all_ranks(degrees, fsdp, tmp_path):
-    found, *_ = values_of(run_ranks(4, passes_rank_0s_state_on, tmp_path, degrees, fsdp))
-    wanted = {name: list(value.shape) for name, value in build("mixtral").state_dict().items()}
-    assert found == [(wanted, [])] * 2
+@pytest.mark.parametrize(
+    ("family", "degrees", "fsdp"),
+    [
+        *(("mixtral", degrees, fsdp) for degrees in (SHARED, EXPERTS) for fsdp in (0, 1, 2)),
+        *(("listed", EXPERTS, fsdp) for fsdp in (0, 2)),
+    ],
+)
+def test_a_full_state_dict_of_rank_0_is_loaded_on_all_ranks(family, degrees, fsdp, tmp_path):
+    found, *_ = values_of(run_ranks(4, passes_rank_0s_state_on, tmp_path, degrees, fsdp, family))
+    model = build(family)
+    wanted = {name: list(value.shape) for name, value in model.state_dict().items()}
+    moments = {name: shape for name, shape in wanted.items() if name in dict(model.named_parameters())}
+    assert found == [(wanted, []), (moments, [])]
 
 
 def loads_a_part(rank, channel, path):

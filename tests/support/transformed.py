@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import transformers
+from expert_models import LoopBlock
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import apply_activation_checkpointing
 from torch.distributed.fsdp import (
@@ -53,8 +54,44 @@ WITH_TENSOR = {"expert_parallel_degree": 2, "tensor_parallel_degree": 2}
 WITH_CONTEXT = {"expert_parallel_degree": 2, "context_parallel_degree": 2}
 
 
+class ListedLayer(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm, self.mixture = nn.LayerNorm(16), LoopBlock(16, 10)
+
+    def forward(self, x):
+        return x + self.mixture(self.norm(x))[0]
+
+
+class Listed(nn.Module):
+    """A language model whose experts are modules of their own; of few tokens some come to no expert."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed, self.head = nn.Embedding(VOCABULARY, 16), nn.Linear(16, VOCABULARY)
+        self.layers = nn.ModuleList(ListedLayer() for _ in range(2))
+
+    @property
+    def dummy_inputs(self):
+        return {"input_ids": torch.zeros(BATCH, LENGTH, dtype=torch.int64)}
+
+    def forward(self, input_ids, labels=None, attention_mask=None):
+        x = self.embed(input_ids)
+        for layer in self.layers:
+            x = layer(x)
+        logits = self.head(x)
+        loss = (
+            None
+            if labels is None
+            else nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
+        )
+        return transformers.modeling_outputs.CausalLMOutput(loss, logits)
+
+
 def build(family, seed=0, **more):
     torch.manual_seed(seed)
+    if family == "listed":
+        return Listed()
     name, options = FAMILIES[family]
     return getattr(transformers, f"{name}ForCausalLM")(
         getattr(transformers, f"{name}Config")(**SMALL, **options, **more)

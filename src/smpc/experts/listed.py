@@ -79,7 +79,7 @@ class ListedBlock:
         default_factory=dict
     )  # by kind of device, where the block was called
     widths: dict[tuple[int, torch.dtype], torch.Size] = field(default_factory=dict)
-    reached: frozenset[str] | None = None  # see `_reached`
+    reached: frozenset[str] | None = None  # see `parameters_in_results`
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ListedBlock:
         copied = ListedBlock(self.name, [], self.group, self.options, [], self.keeps, is_invented=self.is_recorded)
@@ -172,7 +172,7 @@ class ListedBlock:
 
     def wanted_parameters(self) -> Iterator[nn.Parameter]:
         """Of the experts whose results gradients have reached, the parameters that these reach."""
-        names = self._reached() if self.wanted else ()
+        names = self.parameters_in_results() if self.wanted else ()
         return (p for expert in self.wanted for name, p in self.members[expert].named_parameters() if name in names)
 
     def wanted_parameters_of_all(self) -> list[nn.Parameter]:
@@ -182,10 +182,10 @@ class ListedBlock:
         device = next(self.members[self.mine.start].parameters()).device
         counts = sum_over(called.to(device), self.group).tolist()
         own = [expert for expert in self.mine if counts[expert]]
-        names = self._reached() if own else ()
+        names = self.parameters_in_results() if own else ()
         return [p for expert in own for name, p in self.members[expert].named_parameters() if name in names]
 
-    def _reached(self) -> frozenset[str]:
+    def parameters_in_results(self) -> frozenset[str]:
         """The parameters that an expert's result depends on, by their names in it: one may have others, which stay without gradients."""
         if self.reached is None:
             width, dtype = next(iter(self.widths))
@@ -299,6 +299,14 @@ class ListedContainer(nn.Module):
         return serve(rows)
 
 
+def holds_parts(module: nn.Module) -> bool:
+    """Whether a module gathers what is in parts: a container of experts, or a block that is one."""
+    if isinstance(module, BlockOfExperts):
+        block: ListedBlock = vars(module)[_BLOCK]
+        return block.in_parts and block.container is None
+    return isinstance(module, ListedContainer)
+
+
 class ListedExpert(nn.Module):
     """The forward of an expert: in a run of its block, what the block says."""
 
@@ -348,6 +356,27 @@ def spread_out(
     take_role(found.block, BlockOfExperts)
     mark_leaf(found.block)
     return block
+
+
+def rows_of_rank(found: Listed, group: TensorGroup) -> Iterator[tuple[nn.Parameter, range]]:
+    """The parameters of experts, and this rank's rows of them: all or none."""
+    mine = owned(found.num_experts, group)
+    for expert, member in enumerate(found.members):
+        for parameter in member.parameters():
+            rows = parameter.shape[0]
+            yield parameter, range(rows) if expert in mine else range(rows, rows)
+
+
+def unsuited_as_rows(found: Listed, *, in_parts: bool) -> str | None:
+    """Why other ranks cannot have experts without rows. `in_parts`: what stays will be in parts on the ranks that hold the same."""
+    own = [parameter for member in found.members for parameter in member.parameters()]
+    if any(True for member in found.members for _ in member.buffers()):
+        return "there are buffers in its experts, of which other ranks would not see the changes"
+    if in_parts and len(own) < sum(1 for _ in found.container.parameters()):
+        return "beside its experts their container has parameters, which others average; keep these outside of it"
+    if any(parameter.dim() == 0 for parameter in own):
+        return "there are parameters without a dimension in its experts; give them one"
+    return None
 
 
 def _on_meta(member: nn.Module) -> nn.Module:

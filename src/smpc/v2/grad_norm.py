@@ -106,8 +106,7 @@ def _gradient_parts(model: nn.Module) -> Iterator[_GradientPart]:
                 if not at.is_replicate()
             )
             found = slices.get(plain_name(name))
-            is_slice = found is not None and tuple(gradient.shape) != found.shape
-            holders = shards * (found.num_holders if found is not None and is_slice else 1)
+            holders = shards * (1 if found is None or found.is_whole(gradient) else found.num_holders)
             yield _GradientPart(gradient.to_local(), gradient, holders)
         else:
             yield _GradientPart(gradient, gradient, sharing.get(plain_name(name), 1))

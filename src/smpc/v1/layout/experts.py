@@ -35,7 +35,7 @@ from smpc.executor.replicas.data_parallel import broadcast
 from smpc.executor.replicas.group_hooks import StepHooks
 from smpc.experts.confirm import Confirmations, Confirmed
 from smpc.experts.dispatch import owned
-from smpc.experts.listed import ListedBlock, spread_out
+from smpc.experts.listed import ListedBlock, rows_of_rank, spread_out, unsuited_as_rows
 from smpc.experts.stacked import Options, become_part, look_at
 from smpc.experts.structure import Found, Listed, Stacked, find_experts, shared_and_trained, uses_of_parameters
 from smpc.mesh import Axis
@@ -72,7 +72,7 @@ class DividedExperts:
         self._modules = (*(one.experts.module for one in stacked), *(one.container for one in listed))
         tensors = [
             *(own for one in stacked for own in _rows(one, self._group)),
-            *(own for one in listed for own in _wholly(one, self._group)),
+            *(own for one in listed for own in rows_of_rank(one, self._group)),
         ]
         self._agree([(names[id(tensor)], tuple(tensor.shape), tensor.is_meta) for tensor, _ in tensors])
         for tensor, rows in tensors:
@@ -227,15 +227,6 @@ def _rows(found: Confirmed, group: TensorGroup) -> Iterator[tuple[nn.Parameter, 
     return ((found.experts.module.get_parameter(name), mine) for name in found.experts.parameters)
 
 
-def _wholly(found: Listed, group: TensorGroup) -> Iterator[tuple[nn.Parameter, range]]:
-    """The parameters of experts that are modules of their own, and this rank's rows of them: all or none."""
-    mine = owned(found.num_experts, group)
-    for expert, member in enumerate(found.members):
-        for parameter in member.parameters():
-            rows = parameter.shape[0]
-            yield parameter, range(rows) if expert in mine else range(rows, rows)
-
-
 def _confirmed_in_layout(module: nn.Module, degree: int, session: Session) -> list[Confirmed | Listed]:
     """The experts to cut. Raises an error if there are none, and for experts that cannot be divided."""
     every = find_experts(module)
@@ -279,15 +270,11 @@ def _unsuited_in_layout(found: Found, degree: int, uses: Mapping[int, int], in_p
         own, modules = [found.module.get_parameter(name) for name in found.parameters], [found.module]
     else:
         own, modules = [each for member in found.members for each in member.parameters()], [found.block, *found.members]
-        if any(True for member in found.members for _ in member.buffers()):
-            return "there are buffers in its experts, of which other ranks would not see the changes"
-        if in_parts and len(own) < sum(1 for _ in found.container.parameters()):
-            return "beside its experts their container has parameters, which others average; keep these outside of it"
+        if (reason := unsuited_as_rows(found, in_parts=in_parts)) is not None:
+            return reason
         inside = [module for member in found.members for module in member.modules()]
         if any(isinstance(module, nn.modules.batchnorm._BatchNorm) for module in inside):
             return "there is a BatchNorm in its experts, which depends on all rows that an expert gets"
-        if any(parameter.dim() == 0 for parameter in own):
-            return "there are parameters without a dimension in its experts; give them one"
     if any(uses[id(parameter)] > 1 for parameter in own):
         return "other modules share its parameters"
     if any(has_hooks(parameter) for parameter in own):

@@ -43,6 +43,7 @@ from torch.distributed.fsdp._fully_shard import _fully_shard
 
 from smpc.errors import UsageError
 from smpc.executor.layer_offload import LayerOffload
+from smpc.experts.listed import holds_parts
 from smpc.experts.stacked import PartOfExperts
 from smpc.in_place.skeleton import plain_name
 from smpc.mesh import Axis
@@ -55,6 +56,7 @@ from smpc.v2.session.full_state_patch import give_whole_state, patch_full_state
 from smpc.v2.session.gradient_patch import note_unit, patch_gradients
 from smpc.v2.session.ranks_in_step import ScriptUnits
 from smpc.v2.state_handler import Session, state
+from smpc.v2.transforming.listed_experts import check_flat, check_unit, follow_gradients
 from smpc.v2.transforming.slices import is_sliced, make_distributed, notice_writes
 
 _OF_OTHERS = ("auto_wrap_policy", "ignored_modules", "ignored_states")
@@ -78,6 +80,7 @@ def patch(session: Session) -> Callable[[], None]:
     undo += patch_gradients(session)
     if not session.config.is_native:
         undo += [*units.patch(), *_patch_fsdp2(session), *patch_distributed_checkpoints(session)]
+        undo += follow_gradients(session) if session.mesh.size(Axis.EP) > 1 else []
 
     def take_back() -> None:
         for each in reversed(undo):
@@ -120,10 +123,10 @@ def _patch_fsdp2(session: Session) -> list[Callable[[], None]]:
     def modules_and_states(module: Any, *args: Any, **kwargs: Any) -> Any:
         first = module if isinstance(module, nn.Module) else module[0]
         units.note(first)
+        for each in (first,) if isinstance(module, nn.Module) else module:
+            check_unit("fully_shard", each)
         _check_hooks("fully_shard", first, kwargs.get("ignored_params") or next(iter(args[1:]), None) or ())
-        if (
-            session.mesh.tp_size > 1 and is_sliced(first) and not isinstance(first, PartOfExperts)
-        ):  # on a mesh of its own
+        if session.mesh.tp_size > 1 and is_sliced(first) and not _has_experts(first):  # on a mesh of its own
             if meshes[0] != default_mesh(session):
                 raise UsageError(
                     "fully_shard: expected no mesh for a model of which tensor-parallel ranks have slices, found one; leave it out: it is "
@@ -180,7 +183,7 @@ def _patch_fsdp2_experts(session: Session) -> list[Callable[[], None]]:
         *rest: Any,
         **more: Any,
     ) -> Any:
-        if any(isinstance(module, PartOfExperts) for module in modules):
+        if any(map(_has_experts, modules)):
             mesh_info = find(mesh, None)
             after_forward = None if after_forward is None else mesh_info
         inside = [each for module in modules for _, _, each in experts_inside(module)]
@@ -221,6 +224,7 @@ def _patch_fsdp1(session: Session, units: FlatUnits) -> Callable[[], None]:
     ) -> None:
         places, before = _places_of_parameters(module), dict(module.named_parameters())
         _check_flattened(before, units)
+        check_flat(module)
         left = (*(kwargs.get("ignored_modules") or ()), *(kwargs.get("ignored_states") or ()))
         _check_hooks("FullyShardedDataParallel", module, left)
         names = ("process_group", "sharding_strategy", "cpu_offload", "auto_wrap_policy", "backward_prefetch")
@@ -232,7 +236,7 @@ def _patch_fsdp1(session: Session, units: FlatUnits) -> Callable[[], None]:
             given["param_init_fn"] = _fill_then_post(given["param_init_fn"], post_param_init_fn)
         if rest:
             raise TypeError("FullyShardedDataParallel: pass mixed_precision and what follows it by name")
-        if isinstance(module, PartOfExperts):
+        if _has_experts(module):
             given |= _experts_arranged(session)
         experts = experts_inside(module)
         fill = given.get("param_init_fn")
@@ -332,9 +336,7 @@ def _in_several_units(names: list[str]) -> UsageError:
 class _Sparing:
     """A `param_init_fn` that leaves experts alone: FSDP1 ignores parameters by what they are, and filled ones are others."""
 
-    def __init__(
-        self, fill: Callable[[nn.Module], object], experts: list[tuple[nn.Module, str, PartOfExperts]]
-    ) -> None:
+    def __init__(self, fill: Callable[[nn.Module], object], experts: list[tuple[nn.Module, str, nn.Module]]) -> None:
         self.fill = fill
         self._spared = {id(module) for _, _, each in experts for module in each.modules()}
 
@@ -378,15 +380,20 @@ def _ignore_modules(given: dict[str, Any], modules: list[nn.Module]) -> None:
         given["ignored_states"] = [*states, *more]
 
 
-def experts_inside(module: nn.Module) -> list[tuple[nn.Module, str, PartOfExperts]]:
+def experts_inside(module: nn.Module) -> list[tuple[nn.Module, str, nn.Module]]:
     """(owner, name there, module) of this rank's experts in a module, which no FSDP is around yet."""
     return [
         (owner, name, child)
         for owner in module.modules()
         if not isinstance(owner, FullyShardedDataParallel)
         for name, child in owner.named_children()
-        if isinstance(child, PartOfExperts) and not isinstance(child, FSDPModule)
+        if _has_experts(child) and not isinstance(child, FSDPModule)
     ]
+
+
+def _has_experts(module: nn.Module) -> bool:
+    """Whether a module is what holds this rank's experts."""
+    return isinstance(module, PartOfExperts) or holds_parts(module)
 
 
 def _fill_then_post(fill: Callable[[nn.Module], object], post: Callable[..., object]) -> Callable[[nn.Module], None]:

@@ -38,12 +38,11 @@ from torch.distributed.fsdp import (
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from smpc.executor.collectives import TensorGroup
 from smpc.in_place.skeleton import plain_name
 from smpc.mesh import Axis
 from smpc.optimizers.torch_patches import Undo, patch_attribute
 from smpc.v2.state_handler import Session
-from smpc.v2.transforming.slices import ParameterPart, map_parts, slices_of
+from smpc.v2.transforming.slices import ParameterPart, device_for, map_parts, slices_of
 
 
 def put_together(state: Any, device: torch.device | None = None, *, keep: bool = True) -> Any:
@@ -53,10 +52,10 @@ def put_together(state: Any, device: torch.device | None = None, *, keep: bool =
     """
 
     def whole(path: str, value: Any, part: ParameterPart) -> Any:
-        if not isinstance(value, Tensor) or tuple(value.shape) != part.own_shape:
+        if not part.may_be(value):
             return value
         own = value.full_tensor() if isinstance(value, DTensor) else value
-        found = part.whole(own.to(_device_of(part.group, own)))
+        found = part.whole(own.to(device_for(part.group, own)))
         return found.to(device or own.device) if keep else found.new_empty(0)
 
     return map_parts(state, whole)
@@ -87,7 +86,7 @@ def _give_whole(model: nn.Module, state: dict[str, Any], prefix: str, metadata: 
     for name, value in state.items():
         part = slices.get(plain_name(name.removeprefix(prefix)))
         if part is not None and isinstance(value, Tensor):
-            state[name] = part.whole(value.to(_device_of(part.group, value))).to(value.device)
+            state[name] = part.whole(value.to(device_for(part.group, value))).to(value.device)
 
 
 def _take_slices(model: nn.Module, state: dict[str, Any], prefix: str, *rest: Any) -> None:
@@ -104,13 +103,6 @@ def _take_slices(model: nn.Module, state: dict[str, Any], prefix: str, *rest: An
 def _is_full(model: nn.Module) -> bool:
     kind = FullyShardedDataParallel.get_state_dict_type(model).state_dict_type
     return bool(kind is StateDictType.FULL_STATE_DICT)
-
-
-def _device_of(group: TensorGroup, value: Tensor) -> torch.device:
-    assert group.process_group is not None
-    if value.is_cpu and dist.get_backend(group.process_group) == "nccl":
-        return torch.device("cuda", torch.cuda.current_device())
-    return value.device
 
 
 def patch_full_state(session: Session) -> list[Undo]:
@@ -172,7 +164,9 @@ def _patch_checkpoint() -> Iterator[Undo]:
     make, distribute, broadcast = (vars(owner)[name] for name in names)
 
     def whole_state(state: Any, info: Any) -> Any:
-        if info.full_state_dict:
+        if info.full_state_dict and all(
+            slices_of(unit) is None for unit in info.fsdp_modules
+        ):  # whose hooks have done it
             device = torch.device("cpu") if info.cpu_offload else None
             keep = not info.cpu_offload or not dist.is_initialized() or dist.get_rank() == 0
             state = put_together(state, device, keep=keep)
@@ -223,7 +217,7 @@ def _sliced_state_entries(local: Mapping[str, Any]) -> dict[str, ParameterPart]:
     found: dict[str, ParameterPart] = {}
 
     def note(path: str, value: Any, part: ParameterPart) -> Any:
-        if not isinstance(value, DTensor) or tuple(value.shape) != part.shape:
+        if not part.is_whole(value):
             found[path.removeprefix(".")] = part
         return value
 

@@ -24,7 +24,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_sharded_data_parallel
-from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from smpc.errors import ConfigUnsupportedError, UsageError
@@ -75,7 +74,7 @@ def _sliced(tensors: Iterable[Tensor]) -> nn.Module | None:
             if given.isdisjoint((id(parameter), id(parameter.grad))):
                 continue
             part = parts.get(plain_name(name))
-            if part is not None and not (isinstance(parameter, DTensor) and tuple(parameter.shape) == part.shape):
+            if part is not None and not part.is_whole(parameter):
                 return model
     return None
 

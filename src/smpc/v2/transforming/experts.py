@@ -17,8 +17,9 @@ Rules of Megatron-core, which SMP v2 integrates: "MoE" in its public documentati
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -37,6 +38,7 @@ from smpc.nn.script_writes.compared import compare_scripts
 from smpc.tracer import register_shape_rule
 from smpc.v2.moe.moe_config import MoEConfig
 from smpc.v2.moe.moe_layer import mark_block
+from smpc.v2.transforming.listed_experts import note_divided
 from smpc.v2.transforming.slices import ParameterPart, PartsByName, SliceCut, agree_on_weights, note_slices
 
 _ROUTER, _SHUFFLE = "_smpc_router", "_smpc_shuffle"  # what a module's role knows
@@ -137,7 +139,7 @@ def divide_experts(
         raise ConfigError(
             "expected a model with experts, as MoEConfig or expert_parallel_degree says; no module looks like experts"
         )
-    _check_experts(experts, config, is_divided=group is not None, is_recorded=is_recorded)
+    _check_experts(experts, config, is_recorded=is_recorded)
     routers = [] if config is None else _configured_routers(model, experts, config)
     for one in experts:
         mark_block(_block(model, one))
@@ -167,13 +169,27 @@ def _cut_experts(
     agree_on_weights(model, group, sources)
     shapes = {name: whole.shape for whole in whole_parameters(model) for name in whole.names}
     way = "all_to_all" if config is None or config.moe_all_to_all_dispatcher else "all_gather"
-    cut_experts(model, group, Options(way, gradient_scale=1 / group.size), looks=True)
-    cut = [f"{one.name}.{name}" for one in experts if isinstance(one, Stacked) for name in one.parameters]
-    by_expert = Layout.sharded(0)
-    parts = {
-        name: ParameterPart((SliceCut(by_expert, shapes[name], group, is_even=False),), is_expert=True) for name in cut
+    divided = cut_experts(model, group, Options(way, gradient_scale=1 / group.size), looks=True, in_parts=True)
+    parts = PartsByName()
+    for one in experts:
+        if one.name not in divided.left_whole:
+            cuts = _cuts(one, group)
+            parts |= {name: ParameterPart((cut(shapes[name]),), is_expert=True) for name, cut in cuts.items()}
+    note_slices(model, parts)
+    note_divided(model, divided.blocks)
+
+
+def _cuts(one: Found, group: TensorGroup) -> dict[str, Callable[[tuple[int, ...]], SliceCut]]:
+    """By the names of parameters of experts, what makes the cut of a shape."""
+    cut = partial(SliceCut, Layout.sharded(0), group=group, is_even=False)
+    if isinstance(one, Stacked):
+        return {f"{one.name}.{name}": cut for name in one.parameters}
+    owners = [rank for rank, share in enumerate(group.shares(one.num_experts)) for _ in range(share)]
+    return {
+        f"{one.name}.{key}.{name}": partial(cut, owner=owner)
+        for key, member, owner in zip(one.keys, one.members, owners, strict=True)
+        for name, _ in member.named_parameters()
     }
-    note_slices(model, PartsByName(parts))
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
@@ -182,16 +198,10 @@ def _compare_scripts(model: nn.Module, args: Any) -> None:
     compare_scripts(model)
 
 
-def _check_experts(experts: list[Found], config: MoEConfig | None, *, is_divided: bool, is_recorded: bool) -> None:
+def _check_experts(experts: list[Found], config: MoEConfig | None, *, is_recorded: bool) -> None:
     """Raises an error for experts or a configuration that cannot be transformed."""
     listed = [one.name for one in experts if isinstance(one, Listed)]
     lines = []
-    if listed and is_divided:
-        lines.append(
-            f"expert_parallel_degree: the experts of {', '.join(listed[:3])} are modules of their own: each rank would have others, "
-            "which FSDP, norms of gradients and state dicts take for parts of the same; leave expert_parallel_degree out, use smpc.v1, or "
-            "have the experts in one module, with parameters of [experts, ...]"
-        )
     if config is not None and config.global_token_shuffle and is_recorded:
         lines.append(
             "global_token_shuffle: not with tensor or context parallelism, whose ranks have the same tokens, or slices of the same "
@@ -207,7 +217,10 @@ def _check_experts(experts: list[Found], config: MoEConfig | None, *, is_divided
 
 
 def _block(model: nn.Module, one: Found) -> nn.Module:
-    return one.block if isinstance(one, Listed) else model.get_submodule(one.name.rpartition(".")[0])
+    """What has the router beside the experts: around a module that is called with the routing."""
+    if isinstance(one, Listed) and one.block is not one.container:
+        return one.block
+    return model.get_submodule(one.name.rpartition(".")[0])
 
 
 def _configured_routers(model: nn.Module, experts: list[Found], config: MoEConfig) -> list[tuple[nn.Module, _Places]]:

@@ -51,17 +51,20 @@ _SLICES = "_smpc_slices"  # of a transformed model
 
 @dataclass(frozen=True, slots=True)
 class SliceCut:
-    """How the ranks of a group slice a tensor of this shape in the layout. `is_even`: slices have one size."""
+    """How the ranks of a group slice a tensor of this shape in the layout. `is_even`: slices have one size. `owner`: who has all of it."""
 
     layout: Layout
     shape: tuple[int, ...]
     group: TensorGroup
     is_even: bool = True
+    owner: int | None = None
 
     @property
     def pieces(self) -> Pieces:
         """The pieces of the dimension that is cut, as they are on this rank."""
         layout, size = self.layout, self.shape[self.layout.dim]
+        if self.owner is not None:
+            return ((0, size if self.group.rank == self.owner else 0),)
         if not self.is_even:
             return ((self.group.start(size), self.group.share(size)),)
         return pieces_of(self.group.rank, size, self.group.size, layout.blocks, layout.mirrored)
@@ -79,6 +82,11 @@ class SliceCut:
     def whole(self, own: Tensor) -> Tensor:
         """The whole tensor of the slices of all ranks of the group. Collective."""
         size, dim = self.shape[self.layout.dim], self.layout.dim
+        if self.owner is not None:
+            found = own.detach().contiguous() if self.group.rank == self.owner else own.new_empty(self.shape)
+            assert self.group.process_group is not None
+            dist.broadcast(found, dist.get_global_rank(self.group.process_group, self.owner), self.group.process_group)
+            return found
         if self.is_even:
             return whole_of(own, self.layout, self.group)
         shares = self.group.shares(size)
@@ -137,6 +145,15 @@ class ParameterPart:
         """Whether it can be a DTensor."""
         return not self.is_expert and not self.is_inside and all(cut.layout.is_plain for cut in self.cuts)
 
+    def is_whole(self, value: Tensor) -> bool:
+        """Whether a value is a DTensor that knows of all ranks: of experts, one knows of those that have the same."""
+        return isinstance(value, DTensor) and tuple(value.shape) == self.shape and not self.is_expert
+
+    def may_be(self, value: object) -> bool:
+        """Whether a value may be this rank's part: alike on all ranks, of which one may have all of it, and others nothing."""
+        shapes = (self.own_shape,) if self.cuts[0].owner is None else (self.own_shape, self.shape)
+        return isinstance(value, Tensor) and tuple(value.shape) in shapes
+
     def of(self, whole: Tensor) -> Tensor:
         """This rank's part of a whole tensor, outside autograd."""
         return functools.reduce(lambda tensor, cut: cut.of(tensor), self.cuts, whole)
@@ -155,6 +172,14 @@ class PartsByName(dict[str, ParameterPart]):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> PartsByName:
         return self
+
+
+def device_for(group: TensorGroup, value: Tensor) -> torch.device:
+    """Where a value travels between the ranks of a group."""
+    assert group.process_group is not None
+    if value.is_cpu and dist.get_backend(group.process_group) == "nccl":
+        return torch.device("cuda", torch.cuda.current_device())
+    return value.device
 
 
 _transformed: list[weakref.ref[nn.Module]] = []  # of this session, in the same order on all ranks
@@ -247,7 +272,7 @@ class _HeldParameter:
     def key(self) -> Any:
         """Equal for what is cut alike."""
         cuts = () if self.part is None else self.part.cuts
-        return [(cut.layout, cut.shape, cut.is_even, cut.group.process_group) for cut in cuts]
+        return [(cut.layout, cut.shape, cut.is_even, cut.owner, cut.group.process_group) for cut in cuts]
 
     def fits(self, value: Tensor | ShardedTensor, *, is_whole: bool) -> bool:
         """Whether a value can be what this rank has of it, or with `is_whole` all of it."""
