@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from checkpoint_harness import run_ranks, values_of
-from expert_models import Gated, SortedBlock
+from expert_models import Gated, SortedBlock, make, tokens
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
@@ -145,6 +145,34 @@ def test_training_is_that_of_one_process(size, kind, degrees, fsdp, config, tmp_
 
 def test_some_experts_have_no_gradient_in_one_process():
     assert one_process("loop", 2)[3] > 0
+
+
+def updates(model, batches):
+    """The weights after two updates, each by the mean of the batches' losses."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, weight_decay=0.1)
+    for _ in range(2):
+        optimizer.zero_grad()
+        for given in batches:
+            (model(**given)["loss"] / len(batches)).backward()
+        optimizer.step()
+
+
+def is_like_one_process(rank, channel, name):
+    tsm.init(EXPERTS)
+    model, reference = wrapped(tsm.transform(make(name, torch.float32)), 2), make(name, torch.float32)
+    updates(model, [tokens(rank)])
+    updates(reference, [tokens(each) for each in range(2)])
+    full = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))
+    for key, value in reference.state_dict().items():
+        torch.testing.assert_close(full[key], value, rtol=1e-6, atol=2e-6, msg=key)
+    return True
+
+
+@pytest.mark.long
+def test_an_architecture_of_hugging_face(tmp_path):
+    """Its experts drop tokens over their capacity, which the forward of a dictionary of them does."""
+    found = run_ranks(2, is_like_one_process, tmp_path, "SwitchTransformersForConditionalGeneration")
+    assert values_of(found) == [True, True]
 
 
 def accumulates(rank, channel):

@@ -6,7 +6,7 @@ import gc
 import pytest
 import torch
 import transformers
-from expert_models import make
+from expert_models import LoopBlock, make
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
     OffloadWrapper,
@@ -19,11 +19,12 @@ import smpc.v2 as tsm
 from smpc.errors import ConfigError, ConfigTypeError, ConfigUnsupportedError, UsageError
 from smpc.executor.collectives import TensorGroup
 from smpc.executor.layer_offload import LayerOffload
+from smpc.experts.stacked import take_role
 from smpc.v2.delayed_param import DelayedParamIniter
 from smpc.v2.moe.moe_config import MoEConfig
 from smpc.v2.session.random_state import RngStateTracker
 from smpc.v2.tensor_parallel.transformer import TransformerLayer
-from smpc.v2.transforming.experts import divide_experts
+from smpc.v2.transforming.experts import Shuffled, divide_experts
 from smpc.v2.utils.module_utils import empty_module_params, move_buffers_to_device
 
 
@@ -240,7 +241,7 @@ def test_transform_leaves_a_model_what_it_is(session):
     ("name", "settings", "match"),
     [
         ("MixtralForCausalLM", {"global_token_shuffle": True}, "global_token_shuffle: not with tensor or context"),
-        ("loop", {"moe_load_balancing": "none"}, "the experts of blocks.0.experts, blocks.1.experts are modules of"),
+        ("loop", {}, "moe_load_balancing: 'sinkhorn' needs experts in one module"),
     ],
 )
 def test_what_does_not_go_with_slices_of_weights_and_sequences(name, settings, match):
@@ -251,14 +252,14 @@ def test_what_does_not_go_with_slices_of_weights_and_sequences(name, settings, m
     assert [p.shape for p in model.parameters()] == [p.shape for p in make(name).parameters()]
 
 
-def test_experts_that_are_modules_of_their_own_are_not_divided():
-    """FSDP put parts of one expert and of another rank's together, and the loss was another one, without a word."""
-    for name in ("loop", "SwitchTransformersForConditionalGeneration"):
-        with pytest.raises(ConfigUnsupportedError, match=r"are modules of their own: each rank would have others"):
-            divide_experts(make(name), TensorGroup(), None, None, is_recorded=False)
-    divide_experts(
-        make("loop"), None, MoEConfig(moe_load_balancing="none", moe_z_loss_coeff=0.0), None, is_recorded=False
-    )
+def test_shuffled_blocks_take_hidden_states_alone():
+    """Tensors beside them stayed in the order of the tokens that other ranks have now, without a word."""
+    block = LoopBlock()
+    take_role(block, Shuffled)
+    with pytest.raises(
+        UsageError, match=r"global_token_shuffle: expected blocks .* found LoopBlock called with 1 more tensors"
+    ):
+        block(torch.ones(2, 16), {"mask": torch.ones(2)})
 
 
 def test_moe_config_lists_what_is_wrong():

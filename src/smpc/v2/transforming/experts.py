@@ -24,9 +24,10 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from smpc.codegen.rewrite.tensor_parallel.layouts import Layout
-from smpc.errors import ConfigError, ConfigUnsupportedError
+from smpc.errors import ConfigError, ConfigUnsupportedError, UsageError
 from smpc.executor.collectives import TensorGroup
 from smpc.expert_parallel import cut_experts
 from smpc.experts import aux_loss, join_loss, shuffle, sinkhorn, unshuffle, z_loss
@@ -110,7 +111,13 @@ class Shuffled(nn.Module):
     """The forward of a block whose tokens are shuffled over the ranks first, and return afterwards."""
 
     def forward(self, hidden: Tensor, *args: Any, **kwargs: Any) -> Any:
-        """The block's output. All ranks of the group call it."""
+        """The block's output. All ranks of the group call it. UsageError for further tensors, which may belong to tokens."""
+        others = [value for value in tree_leaves((args, kwargs)) if isinstance(value, Tensor)]
+        if others:
+            raise UsageError(
+                f"global_token_shuffle: expected blocks of experts that take hidden states alone, found {type(self).__name__} called with "
+                f"{len(others)} more tensors, which would not be shuffled with them; leave global_token_shuffle out"
+            )
         shuffling: _Shuffling = vars(self)[_SHUFFLE]
         shuffling.seed += 1
         mixed, ticket = shuffle(hidden.reshape(-1, hidden.shape[-1]), shuffling.seed, shuffling.group)
