@@ -127,12 +127,14 @@ class ExpertParallelModule(nn.Module):
         average_gradients(others, partial(sum_over, group=self.group), self.group.size)
 
     def _give_zeros(self) -> None:
-        """Gives a gradient of zero to experts of this rank that have none, and whose results gradients have reached since the last time."""
+        """Gives a gradient of zero to what trains of this rank's experts and has none, where gradients have reached their results since the
+        last time.
+        """
         for block in self.blocks:
             mine = block.wanted_parameters_of_all()
             block.wanted.clear()
             for parameter in mine:
-                if parameter.grad is None:
+                if parameter.grad is None and parameter.requires_grad:
                     parameter.grad = torch.zeros_like(parameter)
 
     def whole_state_dict(self) -> dict[str, Tensor]:

@@ -218,9 +218,19 @@ def test_others_go_on_from_experts_that_are_modules_of_their_own(tmp_path):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("config", [pytest.param({}, marks=pytest.mark.slow), {"fully_shard": True}], ids=str)
+@pytest.mark.parametrize(
+    "config",
+    [
+        pytest.param({}, marks=pytest.mark.slow),
+        {"fully_shard": True},
+        {"fully_shard": True, "context_parallel_degree": 2},
+    ],
+    ids=str,
+)
 def test_parameters_that_no_expert_uses_have_no_gradients_and_ranks_may_serve_nothing(tmp_path, config):
-    """A gradient of zero would let weight decay change the parameter."""
+    """A gradient of zero would let weight decay change the parameter. Beside slices of sequences, a rank without rows got none for them:
+    `TypeError` in the backward pass.
+    """
     check(tmp_path, "lopsided", 1, 2, 2, config)
 
 

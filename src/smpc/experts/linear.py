@@ -77,7 +77,8 @@ def scale_gradient(tensor: Tensor, factor: float) -> Tensor:
     if factor == 1 or not tensor.requires_grad:
         return tensor
     found = tensor.view_as(tensor)
-    found.register_hook(lambda grad: grad * factor)  # type: ignore[no-untyped-call]
+    # None where nothing but `touched` has used it: an expert without rows.
+    found.register_hook(lambda grad: None if grad is None else grad * factor)  # type: ignore[no-untyped-call]
     return found
 
 

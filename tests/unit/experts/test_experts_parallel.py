@@ -346,13 +346,16 @@ class Unasked(LoopBlock):
         return result
 
 
+@pytest.mark.parametrize("frozen", [(), (0, 2)], ids=["", "frozen"])
 @pytest.mark.parametrize("block", [Unasked, LoopBlock])
-def test_experts_called_without_rows_have_gradients_of_zero(block):
-    """They had none, so no decay of weights either; experts that are not called have none."""
+def test_experts_called_without_rows_have_gradients_of_zero(block, frozen):
+    """They had none, so no decay of weights either; experts that are not called have none. Frozen ones had them, and decayed."""
     torch.manual_seed(0)
     whole = block(16, 4)
     with torch.no_grad():
         whole.router.bias = nn.Parameter(torch.tensor([0.0, 0, 0, -1e9]))
+    for number in frozen:
+        whole.experts[number].requires_grad_(False)
     modules = [shard(copy.deepcopy(whole), group) for group in tensor_groups(2)]
     batches = [torch.randn(6, 16, generator=torch.Generator().manual_seed(seed)) for seed in range(2)]
 
