@@ -172,7 +172,7 @@ class Action:
     @property
     def instruction(self) -> Instruction:
         """The instruction that runs it."""
-        return Instruction(self.op, stage=self.stage, microbatch=self.microbatch)
+        return _instruction_of(self.op, self.stage, self.microbatch)
 
     @classmethod
     def parse(cls, text: str) -> Action:
@@ -183,6 +183,12 @@ class Action:
 
 Schedule = tuple[tuple[Action, ...], ...]
 _KEPT = 1 << 15  # actions of each kind: a search simulates the same ones again and again
+
+
+@lru_cache(3 * _KEPT, typed=True)
+def _instruction_of(op: Op, stage: int, microbatch: int) -> Instruction:
+    """That of an action: lowering, verification and reports ask for the same ones."""
+    return Instruction(op, stage=stage, microbatch=microbatch)
 
 
 @lru_cache(_KEPT, typed=True)

@@ -247,8 +247,9 @@ def timeline_text(timeline: Timeline, *, max_columns: int = 160) -> str:
         return "".join(f"rank {rank}\n" for rank in range(timeline.num_ranks))
     several = len({(e.rank, e.action.stage) for e in timeline.events}) > len({e.rank for e in timeline.events})
     shortest = min((e.end - e.start for e in timeline.events if e.end > e.start), default=1.0)
-    column = max(shortest, timeline.makespan / max_columns)
-    rows = [[""] * math.ceil(timeline.makespan / column - 1e-9) for _ in range(timeline.num_ranks)]
+    makespan = timeline.makespan
+    column = max(shortest, makespan / max_columns)
+    rows = [[""] * math.ceil(makespan / column - 1e-9) for _ in range(timeline.num_ranks)]
     for event in timeline.events:
         first, last = (math.ceil(time / column - 0.5 - 1e-9) for time in (event.start, event.end))
         stage = str(event.action.stage) if several else ""

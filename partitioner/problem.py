@@ -234,6 +234,13 @@ class Scale:
         found = self.cost(time, memory, self.speed(stage))
         return np.where(memory <= self.limits[stage], found, np.inf) if self.limits else found
 
+    def cost_of_one(self, stage: int, time: int, memory: int) -> float:
+        """`cost_on` of one set of units: the same steps, and the same rounding."""
+        if self.limits and memory > self.limits[stage]:
+            return math.inf
+        seconds = (1.0 - self.memory_weight) * (float(time) / float(max(1, self.total_time)) / self.speed(stage))
+        return seconds + self.memory_weight * (float(memory) / float(max(1, self.total_memory)))
+
     def speed(self, stage: int) -> float:
         """The limit of the stage's device."""
         return self.speeds[stage] if self.speeds else 1.0

@@ -30,6 +30,7 @@ do not fit exactly, so some larger bounds are tried too, and the best placement 
 
 from __future__ import annotations
 
+import heapq
 import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
@@ -517,8 +518,7 @@ class _Load:
 
     def fits(self, unit: int, bound: float) -> bool:
         """Whether the stage stays within the bound."""
-        time, memory = self.after(unit)
-        return bool(self.scale.cost_on(self.stage, np.asarray([time]), np.asarray([memory]))[0] <= bound)
+        return self.scale.cost_of_one(self.stage, *self.after(unit)) <= bound
 
 
 def _complete_from_lattice(
@@ -542,14 +542,23 @@ def _complete_from_lattice(
         earliest[unit] = placed.get(unit, max((earliest[other] for other in dag.predecessors(unit)), default=0))
     place_of = {unit: i for i, unit in enumerate(order)}
     waiting = sorted((u for u in order if u not in placed), key=lambda u: (-earliest[u], -place_of[u]))
+    turn = {unit: i for i, unit in enumerate(waiting)}
+    lacking = {unit: sum(other in turn for other in dag.successors(unit)) for unit in waiting}
+    ready = [turn[unit] for unit in waiting if not lacking[unit]]  # a heap: what depends on these is placed
     for stage in reversed(range(len(in_flight))):
         left = []
-        for unit in waiting:
-            ready = all(placed.get(other, -1) >= stage for other in dag.successors(unit))
-            if ready and (earliest[unit] == stage or loads[stage].fits(unit, bound)):
-                placed[unit] = stage
-                loads[stage].add(unit)
-            else:
-                left.append(unit)
-        waiting = left
+        while ready:
+            unit = waiting[heapq.heappop(ready)]
+            may_run = all(placed[other] >= stage for other in dag.successors(unit))
+            if not may_run or not (earliest[unit] == stage or loads[stage].fits(unit, bound)):
+                left.append(turn[unit])
+                continue
+            placed[unit] = stage
+            loads[stage].add(unit)
+            for other in dag.predecessors(unit):
+                if other in turn:
+                    lacking[other] -= 1
+                    if not lacking[other]:
+                        heapq.heappush(ready, turn[other])
+        ready = left
     return tuple(placed[unit] for unit in range(len(units)))

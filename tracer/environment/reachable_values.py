@@ -60,6 +60,13 @@ class Called:
         default_factory=dict
     )  # mutable ones, as calls found them, by id
 
+    def has_classes(self, values: Sequence[Any]) -> bool:
+        """Whether these are the variables that the last call found, and all of them classes."""
+        return all(
+            value is found and issubclass(type(value), type)
+            for value, (found, _) in zip(values, self.free[-1], strict=True)
+        )
+
     def defaults(self, value: tuple[Any, ...] | dict[str, Any]) -> Frozen | None:
         """The defaults of the function as its calls found them; None if it was given none of them that can change."""
         items = list(value.values() if isinstance(value, dict) else value)

@@ -18,6 +18,7 @@ import dataclasses
 import operator
 import re
 import sys
+import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from types import CodeType, FrameType, FunctionType, ModuleType
@@ -113,7 +114,7 @@ class Reads:
     """The reads of one recording. `names`: FQNs of the model's modules by id."""
 
     def __init__(self, names: Mapping[int, str], state: FakeState, run: RecordingRun) -> None:
-        self._names, self._run = names, run
+        self._names, self._run, self._thread = names, run, threading.get_ident()
         self._state = {id(tensor) for tensor in (*state.fakes, *state.originals.values())}
         self._originals = tuple(state.originals.values())
         self.identity = Identity(state, run, lambda tensor: self._object(tensor, None))
@@ -197,6 +198,17 @@ class Reads:
             return
         if name in _TABLES or value is MISSING:
             self.listed[id(module)] = module
+        if threading.get_ident() != self._thread:
+            self._attributes(module, name, value, before)
+            return
+        self.calls.pause()  # what a model's objects do when they are looked at here is not what the model does
+        try:
+            self._attributes(module, name, value, before)
+        finally:
+            self.calls.resume()
+
+    def _attributes(self, module: nn.Module, name: str, value: Any, before: Any) -> None:
+        """An attribute that the model's code has read, or all of them."""
         if name == "__dict__":
             if all(item.holder is not value for item in self._names_of):
                 text, fqn = _of(module, self._names), self._names.get(id(module))
@@ -305,19 +317,26 @@ class Reads:
         if code in self._codes and not code.co_freevars and self._codes[code].namespace is frame.f_globals:
             self._codes[code].contexts[self._run.context()] = None
             return
-        called = self._codes.setdefault(code, Called(frame.f_globals))
-        called.contexts[self._run.context()] = None
-        local = frame.f_locals
+        self._named_in(frame, self._run.context())
+
+    def _named_in(self, frame: FrameType, context: str) -> None:
+        """What a function of the model's names, as it begins. Classes in a closure (that of `super()`) stay the same: looked at once."""
+        code, namespace, local = frame.f_code, frame.f_globals, frame.f_locals
+        called = self._codes.setdefault(code, Called(namespace))
+        was_here = context in called.contexts and called.namespace is namespace
+        called.contexts[context] = None
         for name in code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]:
             value = local.get(name)
             if type(value) in MUTABLE and id(value) not in called.arguments:  # it may be a default
                 called.arguments[id(value)] = value, self._taken(value)
         if code.co_freevars:
             values = [local.get(name, MISSING) for name in code.co_freevars]
+            if was_here and called.free and called.has_classes(values):
+                return
             called.free.append([(value, self._taken(value)) for value in values])
-        self._globals_of(code, frame.f_globals, self._run.context())
+        self._globals_of(code, namespace, context)
         if "type" in code.co_names:
-            self.classes.show_in(frame.f_globals)
+            self.classes.show_in(namespace)
 
     def _answer(self, place: GuardSource | None) -> None:
         """Notes what is about to be asked of the process."""

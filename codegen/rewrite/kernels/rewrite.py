@@ -51,10 +51,12 @@ from smpc.kernels.setting import OPERATIONS, KernelUse, faults_of, wanted
 from smpc.tracer import targets
 from smpc.tracer.constants import Opaque, Ref, map_references, references
 from smpc.tracer.effects.torch_calls import same_memory
-from smpc.tracer.ir import ModuleCall, Node, NodeKind, TensorSpec, Trace
+from smpc.tracer.ir import Autocast, ModuleCall, Node, NodeKind, TensorSpec, Trace
 from smpc.tracer.operations.meter import Meter, touched_bytes
 from smpc.tracer.replay import context, resolved
 from smpc.tracer.structure import Structure
+
+_Run = tuple[str, tuple[TensorSpec | None, ...], bool, Autocast | None]  # what a run of calls depends on
 
 
 class Measurer:
@@ -68,6 +70,7 @@ class Measurer:
         self._state = frozenset(state.storage for state in trace.state)
         self._new: list[int] = []  # bytes of the storages that the last run made
         self._alive: list[Any] = []  # so that no two storages of one run have one address
+        self._known: dict[_Run, tuple[list[Node], list[int]]] = {}
 
     def nodes(self, replacement: Replacement) -> tuple[Node, ...] | str:
         """The nodes that take the place of `replacement.replaced`, or why none can."""
@@ -94,9 +97,49 @@ class Measurer:
         return ""
 
     def _run(self, calls: tuple[KernelCall, ...], old: Node) -> list[Node]:
-        """Nodes called "#0", "#1", ..., with storages of their own numbered from -2 down."""
+        """Nodes called "#0", "#1", ..., with storages of their own numbered from -2 down.
+
+        Calls that read the same, of tensors with the same specs, are run once: those of all blocks, as a rule.
+        """
+        names = [*dict.fromkeys(name for call in calls for name in references((call.args, dict(call.kwargs))))]
+        names = [name for name in names if not name.startswith("#")]
+        place = {name: Ref(f"${i}") for i, name in enumerate(names)}
+        trees = [
+            (
+                call.target,
+                *(map_references(tree, lambda name: place.get(name, Ref(name))) for tree in (call.args, call.kwargs)),
+            )
+            for call in calls
+        ]
+        specs = tuple(self._trace.node(name).spec for name in names)
+        key = repr(trees), specs, old.grad_enabled, old.autocast
+        if key not in self._known:
+            self._known[key] = self._run_once(calls, names, old)
+        made, self._new = self._known[key]
+        owners = [self._trace.node(name).storage for name in names]
+        return [self._of_run(node, call, owners, old) for node, call in zip(made, calls, strict=True)]
+
+    def _of_run(self, made: Node, call: KernelCall, owners: Sequence[int], old: Node) -> Node:
+        """A node of a run, with these arguments, and the storages of inputs in place of their positions."""
+
+        def storage(number: int) -> int:
+            return owners[number] if number >= 0 else number
+
+        saved = dict.fromkeys(map(storage, made.saved))
+        return dataclasses.replace(
+            made,
+            args=call.args,
+            kwargs=call.kwargs,
+            storage=storage(made.storage),
+            call=old.call,
+            saved=tuple(number for number in saved if number not in self._state),
+            source=old.source,
+        )
+
+    def _run_once(self, calls: tuple[KernelCall, ...], names: Sequence[str], old: Node) -> tuple[list[Node], list[int]]:
+        """The nodes, whose storages are positions among `names` or new ones, and the bytes of these."""
         values: dict[str, Any] = {}
-        owners: dict[int, int] = {}  # a fake's storage -> the storage in the trace, or a new one
+        owners: dict[int, int] = {}  # a fake's storage -> the position of its input, or a new one
         new: list[int] = []
         made: list[Node] = []
         with (
@@ -106,16 +149,15 @@ class Measurer:
             torch.set_grad_enabled(old.grad_enabled),
             context(old.grad_enabled, old.autocast),
         ):
-            for name in dict.fromkeys(name for call in calls for name in references((call.args, dict(call.kwargs)))):
-                if not name.startswith("#"):
-                    values[name] = self._fake(self._trace.node(name))
-                    owners[_storage(values[name])] = self._trace.node(name).storage
+            for position, name in enumerate(names):
+                values[name] = self._fake(self._trace.node(name))
+                owners[_storage(values[name])] = position
             for index, call in enumerate(calls):
                 out, node = self._call(f"#{index}", call, values, owners, new, old)
                 values[node.name] = out
                 made.append(node)
-        self._new, self._alive = new, []
-        return made
+        self._alive = []
+        return made, new
 
     def _call(
         self, name: str, call: KernelCall, values: Mapping[str, Any], owners: dict[int, int], new: list[int], old: Node
@@ -161,7 +203,7 @@ class Measurer:
             old.call,
             meter.flops,
             moved,
-            tuple(dict.fromkeys(storage for storage in saved if storage not in self._state)),
+            tuple(dict.fromkeys(saved)),
             random=meter.random,
             grad_enabled=old.grad_enabled,
             autocast=old.autocast,

@@ -12,6 +12,7 @@ from torch.utils.checkpoint import checkpoint
 from smpc.cli import main
 from smpc.codegen.rewrite.kernels import REWRITES, rewrite_kernels, select_rewrites
 from smpc.codegen.rewrite.kernels.check import Checker
+from smpc.codegen.rewrite.kernels.rewrite import Measurer
 from smpc.compile import PipelineOptions
 from smpc.errors import ConfigError
 from smpc.kernels.activations import swiglu
@@ -159,6 +160,37 @@ def test_a_pattern_is_checked_once_for_a_trace(monkeypatch):
     for _ in range(2):
         assert len(calls(rewrite_kernels(trace, select_rewrites("rms_norm", on_gpu=True)).trace)) == 1
     assert len(checks) == 1
+
+
+def test_calls_that_read_the_same_are_run_once_and_have_memory_of_their_own(monkeypatch):
+    def run(self, *args):
+        runs.append(None)
+        return run_once(self, *args)
+
+    class Forgetful(dict):
+        def __contains__(self, key):
+            return False
+
+    def begin(self, trace):
+        made(self, trace)
+        self._known = Forgetful()
+
+    def three(x, weight, bias):
+        for width in (weight, bias, bias):
+            x = F.rms_norm(x.tanh(), (COLUMNS,), width, 1e-4)
+        return x
+
+    runs, run_once, made = [], Measurer._run_once, Measurer.__init__
+    monkeypatch.setattr(Measurer, "_run_once", run)
+    trace = record(Formula(three), (inputs().requires_grad_(),))
+    found = rewrite_kernels(trace, select_rewrites("rms_norm", on_gpu=True)).trace
+    assert len(calls(found)) == 3
+    number = len(runs)
+    monkeypatch.setattr(Measurer, "__init__", begin)
+    expected = rewrite_kernels(trace, select_rewrites("rms_norm", on_gpu=True)).trace
+    assert found == expected
+    assert (number, len(runs) - number) == (2, 3)  # tanh of the input wants no gradient
+    assert len({node.storage for node in calls(found)}) == 3
 
 
 def test_gradients_count_in_the_comparison():

@@ -224,3 +224,13 @@ def test_a_device_that_takes_for_ever():
     slow = replace(PipelineOptions(2).devices[0], peak_flops={"float32": 1e-320})
     with pytest.raises(PartitionError, match="finite and not negative, found inf seconds: check the FLOP/s"):
         plan_trace(Traced(trace), PipelineOptions(2, device=slow))
+
+
+@settings(max_examples=examples(200), deadline=None)
+@given(
+    st.integers(0, 2**60), st.integers(0, 2**60), st.sampled_from([0.0, 0.3, 1.0]), st.sampled_from([(), (3.0, 0.7)])
+)
+def test_one_stage_costs_what_it_costs_among_others(time, memory, weight, speeds):
+    scale = Scale(weight, 2**59 + 1, 2.0**58 + 3, speeds, (memory, max(0, memory - 1)))
+    many = [float(scale.cost_on(stage, np.asarray([time]), np.asarray([memory]))[0]) for stage in (0, 1)]
+    assert [scale.cost_of_one(stage, time, memory) for stage in (0, 1)] == many

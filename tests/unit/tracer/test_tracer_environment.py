@@ -645,3 +645,34 @@ def test_hooks_of_a_library_are_there_in_the_next_call():
     recording.environment.leave()
     assert len(layer._forward_hooks) == 1, "as the flag says that forward sets"
     assert recording.environment.difference() is None
+
+
+ASKED = 1
+
+
+class Asked:
+    """Names a global whenever it is asked for something."""
+
+    def __init__(self):
+        self.scale = 2.0
+
+    def __getattribute__(self, name):
+        return object.__getattribute__(self, name) if ASKED else None
+
+
+class Asks(nn.Module):
+    """Holds such an object, and may ask it."""
+
+    def __init__(self, asks):
+        super().__init__()
+        self.asked, self.asks = Asked(), asks
+
+    def forward(self, x):
+        asked = self.asked
+        return x * asked.scale if self.asks else x * 2.0
+
+
+@pytest.mark.parametrize("asks", [False, True])
+def test_what_a_recording_itself_asks_of_objects_is_not_what_the_model_reads(asks):
+    guards = record_guarded(Asks(asks), RecordingRequest((X,), {})).environment.guards
+    assert any("'ASKED'" in guard.place.text for guard in guards) is asks

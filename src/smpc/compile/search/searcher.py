@@ -276,7 +276,8 @@ class _Searcher:
         steps.sort(key=lambda pair: pair[0])
         if min(peaks) > limit:
             return Guess(steps[0][0], min(peaks)), False
-        looks = (Guess(step, self.forecast.guessed_peak(way)) for step, way in steps)
+        known = {id(ways[-1]): peak for ways, peak in zip(by_way, peaks, strict=True)}
+        looks = (Guess(step, known.get(id(way)) or self.forecast.guessed_peak(way)) for step, way in steps)
         return next(look for look in looks if look.peak <= limit), True
 
     def _expand(self, waiting: Waiting) -> None:

@@ -107,7 +107,9 @@ def _is_long(num_ranks: int, num_pieces: int, microbatches: int) -> bool:
     return num_ranks * num_pieces * microbatches > _LONG
 
 
+@functools.lru_cache(1024)
 def _uses_of_short(schedule: str, num_ranks: int, num_pieces: int, microbatches: int) -> tuple[ActionUse, ...] | None:
+    """Once for all the long schedules that it stands for."""
     num_stages = num_ranks * num_pieces
     choice = choose(num_ranks, microbatches, schedule=schedule, num_pieces=num_pieces)
     return action_uses(choice.build(chain(num_stages), Costs.uniform(num_stages)), num_stages)
