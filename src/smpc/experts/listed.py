@@ -42,6 +42,7 @@ from smpc.experts.dispatch import capacity_of, combine, dispatch, owned
 from smpc.experts.linear import scale_gradient, touched
 from smpc.experts.stacked import Options, take_role
 from smpc.experts.structure import LEAVE_WHOLE, Listed
+from smpc.sharding.backwards import is_in_backward
 from smpc.tracer import mark_leaf
 
 _BLOCK, _MEMBER = "_smpc_block_of_experts", "_smpc_expert"
@@ -314,8 +315,10 @@ class ListedExpert(nn.Module):
         """What the expert returns, wherever it is."""
         block, expert = vars(self)[_MEMBER]
         if block.calls is None and not block.is_invented:
+            again = "a call in a backward: recompute the whole block, not a part of its forward"
             raise UsageError(
-                f"{block.name}: expected expert {expert} to be called by its block, found a call from elsewhere; {LEAVE_WHOLE}"
+                f"{block.name}: expected expert {expert} to be called by its block, found "
+                f"{again if is_in_backward() else 'a call from elsewhere'}; or {LEAVE_WHOLE}"
             )
         return block.called(expert, args, kwargs)
 

@@ -378,6 +378,19 @@ def test_experts_called_without_rows_have_gradients_of_zero(block, frozen):
             torch.testing.assert_close(found[name], value, rtol=1e-5, atol=1e-6, msg=name)
 
 
+class Recomputed(LoopBlock):
+    def forward(self, x):
+        return checkpoint(super().forward, x, use_reentrant=False)
+
+
+def test_blocks_recompute_all_of_their_forward_or_nothing():
+    modules = [shard(Recomputed(), group) for group in tensor_groups(2)]
+    found = run_ranks(2, lambda rank: modules[rank](torch.randn(6, 16))[0].sum())
+    for loss in found:
+        with pytest.raises(UsageError, match="found a call in a backward: recompute the whole block"):
+            loss.backward()
+
+
 def test_what_no_backward_reaches_has_no_gradient():
     """An evaluation with gradients enabled counted as a backward: experts that it alone calls had zeros, and decayed."""
     torch.manual_seed(0)
