@@ -1,6 +1,7 @@
 """Transformed models whose experts are modules of their own, divided over real ranks, against one process."""
 
 import functools
+import warnings
 
 import pytest
 import torch
@@ -226,6 +227,9 @@ def test_gradients_stay_where_those_of_one_process_do(tmp_path):
     assert values_of(run_ranks(2, accumulates, tmp_path)) == [True, True]
 
 
+LEFT_WHOLE = "expert_parallel_degree: every rank has all of these experts: layers.1.mixture.experts: there are buffers in its experts,"
+
+
 class Counting(Gated):
     def __init__(self, width):
         super().__init__(width)
@@ -246,6 +250,15 @@ def is_refused(rank, channel):
     loss_of(model, few_tokens(0, rank)).backward()
     with pytest.raises(ConfigError, match="slices of a transformed model"):
         optimizer.step()
+    other = model_of("loop")
+    other.layers[1].mixture.experts = nn.ModuleList(Counting(16).double() for _ in range(10))
+    ids = few_tokens(0, rank)
+    expected = loss_of(other, ids)
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        torch.testing.assert_close(loss_of(tsm.transform(other), ids), expected)
+    texts = [str(each.message) for each in told if each.category is UserWarning]
+    assert [text.partition(" of which")[0] for text in texts] == [LEFT_WHOLE] * (rank == 0)
     other = model_of("loop")
     for layer in other.layers:
         layer.mixture.experts = nn.ModuleList(Counting(16).double() for _ in range(10))

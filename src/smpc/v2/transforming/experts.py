@@ -177,6 +177,9 @@ def _cut_experts(
     shapes = {name: whole.shape for whole in whole_parameters(model) for name in whole.names}
     way = "all_to_all" if config is None or config.moe_all_to_all_dispatcher else "all_gather"
     divided = cut_experts(model, group, Options(way, gradient_scale=1 / group.size), looks=True, in_parts=True)
+    if divided.left_whole and group.rank == 0:
+        reasons = "; ".join(f"{name}: {reason}" for name, reason in divided.left_whole.items())
+        warnings.warn(f"expert_parallel_degree: every rank has all of these experts: {reasons}", stacklevel=6)
     parts = PartsByName()
     for one in experts:
         if one.name not in divided.left_whole:
