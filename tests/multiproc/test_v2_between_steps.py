@@ -81,6 +81,26 @@ def freezes_layers(model, grad):
     return losses
 
 
+def freezes_units(model, grad):
+    """Freeze a unit after an evaluation, and later train it again, in two forwards of one backward, too. Losses."""
+    optimizer, losses = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9), []
+    for step in range(6):
+        update(model, optimizer, step)
+        with torch.set_grad_enabled(grad):
+            losses.append(loss_of(model, 8).item())
+        if step in (1, 3):
+            for parameter in model.up.parameters():
+                parameter.requires_grad_(step == 3)
+    optimizer.zero_grad()
+    first = loss_of(model, 7)
+    with torch.no_grad():
+        losses.append(loss_of(model, 8).item())
+    (first + loss_of(model, 6)).backward()
+    optimizer.step()
+    losses.append(loss_of(model, 8).item())
+    return losses
+
+
 def writes_while_whole(model, grad):
     """Scale all weights after an evaluation. Losses."""
     optimizer, losses = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9), []
@@ -107,6 +127,7 @@ CASES = {  # how, degrees, what, and whether it evaluates with gradients
     ),
     "fully_shard, freezes": (sharded, "hybrid_shard_degree", freezes_layers, False),
     "fully_shard, freezes, with gradients": (sharded, "hybrid_shard_degree", freezes_layers, True),
+    "FSDP1, freezes, with gradients": (flat(), "hybrid_shard_degree", freezes_units, True),
     "slices, writes, with gradients": (sliced, "tensor_parallel_degree", writes_while_whole, True),
     "slices, freezes": (sliced, "tensor_parallel_degree", freezes_layers, False),
     "slices, freezes, with gradients": (sliced, "tensor_parallel_degree", freezes_layers, True),

@@ -95,6 +95,7 @@ class FlatUnits:
             replace_method(_runtime_utils, "_share_state_and_init_handle_attrs", self._beginning),
             replace_method(FullyShardedDataParallel, "forward", self._forward),
             replace_method(_flat_param.FlatParamHandle, "unshard", self._unshard),
+            replace_method(_runtime_utils, "_register_post_backward_hook", _registering),
             replace_method(_runtime_utils, "_reduce_grad", self._reduce),
             replace_method(_runtime_utils, "_reduce_grad_no_shard", self._reduce),
             replace_method(_runtime_utils, "_post_backward_final_callback", self._end_of_backward),
@@ -237,6 +238,20 @@ def _refuse_flattened(what: str, name: str, *_: object) -> NoReturn:
         "became part of a unit's flat parameter; make optimizers after the units, make one unit of all modules that share the parameter, "
         "or use fully_shard"
     )
+
+
+def _registering(original: Callable[..., None]) -> Callable[..., None]:
+    """Hooks of a forward that had no backward are of another kind, if the script has frozen the unit since, or trains it again."""
+
+    def register(state: Any, handle: Any) -> None:
+        flat = None if handle is None or not torch.is_grad_enabled() else handle.flat_param
+        hooks = getattr(flat, "_post_backward_hook_state", None)
+        if hooks is not None and len(hooks) != 1 + handle.flat_param.requires_grad:
+            hooks[-1].remove()
+            del handle.flat_param._post_backward_hook_state
+        original(state, handle)
+
+    return register
 
 
 def _replicas(state: Any) -> dist.ProcessGroup | None:
