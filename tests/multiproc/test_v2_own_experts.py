@@ -1,15 +1,21 @@
 """Experts of a script's own in `smpc.v2`: beside slices of weights, and where other code than the experts uses their parameters."""
 
+import warnings
+from functools import partial
+
 import pytest
 import torch
 import torch.nn.functional as F
 from executor_harness import run_workers
 from torch import nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
 import smpc.v2 as tsm
 from smpc.errors import UsageError
+from smpc.expert_parallel import register_experts
+from smpc.v2.grad_norm import clip_grad_norm_
 
 WIDTH, EXPERTS, WORDS = 12, 4, 32
 
@@ -113,3 +119,53 @@ def test_uses_of_experts_parameters_elsewhere_are_refused(tmp_path):
     for found in run_workers(used_outside, 2, tmp_path):
         assert [way for way, _ in found] == ["fully_shard", "original", "flat"]
         assert all(text.startswith("block.experts.up: expected the experts alone") for _, text in found)
+
+
+@partial(register_experts, parameters=("up", "down"))
+class SharedScale(Experts):
+    def __init__(self):
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(WIDTH))
+
+    def forward(self, hidden, index, weights):
+        return super().forward(hidden, index, weights) * self.scale
+
+
+def partly():
+    model = built()
+    model.block = nn.Sequential(model.block, Block(False))
+    model.block[1].experts = SharedScale()
+    return model.double()
+
+
+def updated(model, clip):
+    """Norms of gradients, after which the weights have changed."""
+    optimizer, norms = torch.optim.AdamW(model.parameters(), lr=0.1), []
+    for _ in range(2):
+        optimizer.zero_grad()
+        model(**batch()).backward()
+        norms.append(clip(model).item())
+        optimizer.step()
+    return norms
+
+
+def divides_some(rank, folder):
+    tsm.init({"hybrid_shard_degree": 2, "expert_parallel_degree": 2})
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        model = fully_shard(tsm.transform(partly()))
+    norms = updated(model, lambda each: clip_grad_norm_(each, 0.5))
+    whole = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))
+    tsm.state.reset()
+    return [str(each.message) for each in told if each.category is UserWarning], norms, whole
+
+
+@pytest.mark.long
+def test_experts_that_stay_whole_are_named(tmp_path):
+    reference = partly()
+    norms = updated(reference, lambda model: nn.utils.clip_grad_norm_(model.parameters(), 0.5))
+    for rank, (told, found, whole) in enumerate(run_workers(divides_some, 2, tmp_path)):
+        assert ["block.1.experts: all experts share scale" in text for text in told] == [True] * (rank == 0)
+        assert found == pytest.approx(norms, rel=1e-9)
+        for name, value in reference.state_dict().items():
+            torch.testing.assert_close(whole[name], value, rtol=1e-9, atol=1e-11, msg=name)
