@@ -222,10 +222,14 @@ def cut_experts(
 
 @torch.no_grad()
 def _leave_rows(found: Listed, group: TensorGroup) -> None:
-    """Leaves this rank all rows of its experts and none of the others."""
+    """Leaves this rank all rows of its experts and none of the others, and has scripts that draw them draw the whole."""
+    names = {parameter: name for name, parameter in found.container.named_parameters()}
+    kept = {}
     for parameter, rows in rows_of_rank(found, group):
+        kept[names[parameter]] = parameter.shape[0], rows
         parameter.grad = None
         parameter.data = parameter.data[rows.start : rows.stop].clone()
+    note_rows(found.container, kept, group, found.name, are_compared=False)
 
 
 def _expert_options(

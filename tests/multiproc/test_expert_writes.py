@@ -121,3 +121,21 @@ def test_scripts_write_into_experts_between_steps(tmp_path, config):
     """So with `fully_shard`, and tensor-parallel ranks that divide a rank's experts once more."""
     ranks = 4 if config else 2
     assert run_workers(in_training, ranks, tmp_path, config) == [""] * ranks
+
+
+def draws_all(rank, folder):
+    smp.init({"ddp": True, "expert_parallel_degree": 2, "microbatches": MB})
+    model, plain = smp.DistributedModel(made("listed")), made("listed")
+    for each in (model, plain):
+        torch.manual_seed(3)
+        for _, parameter in sorted(each.named_parameters()):
+            torch.nn.init.normal_(parameter)
+    state = model.state_dict()
+    for key, value in plain.state_dict().items():
+        torch.testing.assert_close(state[key], value, rtol=0, atol=0)
+    return ""
+
+
+def test_all_ranks_draw_experts_that_are_modules_of_their_own(tmp_path):
+    """Each drew its own, and from then on other numbers for what all have."""
+    assert run_workers(draws_all, 2, tmp_path) == ["", ""]

@@ -176,6 +176,30 @@ def test_an_architecture_of_hugging_face(tmp_path):
     assert values_of(found) == [True, True]
 
 
+def draws(model):
+    """What a script does to begin anew, in one order of the parameters."""
+    torch.manual_seed(3)
+    for _, parameter in sorted(model.named_parameters()):
+        nn.init.normal_(parameter, std=0.02)
+
+
+def begins_anew(rank, channel):
+    tsm.init(EXPERTS)
+    model, reference = tsm.transform(model_of("loop")), model_of("loop")
+    draws(model)
+    full = get_model_state_dict(wrapped(model, 2), options=StateDictOptions(full_state_dict=True))
+    draws(reference)
+    for name, value in reference.state_dict().items():
+        torch.testing.assert_close(full[name], value, rtol=0, atol=0, msg=name)
+    return True
+
+
+@pytest.mark.long
+def test_all_ranks_draw_all_experts(tmp_path):
+    """Each drew its own, and from then on other numbers for what all have."""
+    assert values_of(run_ranks(2, begins_anew, tmp_path)) == [True, True]
+
+
 def accumulates(rank, channel):
     """What the experts' weights are after updates between which gradients are kept, forgotten, set to zero and added to."""
     tsm.init(EXPERTS)

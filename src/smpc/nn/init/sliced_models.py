@@ -83,9 +83,18 @@ def _others(model: nn.Module, sliced: Collection[str]) -> list[str]:
     return [name for name, each in named if id(each) not in taken]
 
 
-def note_rows(model: nn.Module, rows: Mapping[str, tuple[int, range]], group: TensorGroup, prefix: str = "") -> None:
-    """Ranks of `group` have rows of a model's parameters, by name: of how many, which this rank has; others are theirs. `prefix`: of the
-    names in messages."""
+def note_rows(
+    model: nn.Module,
+    rows: Mapping[str, tuple[int, range]],
+    group: TensorGroup,
+    prefix: str = "",
+    *,
+    are_compared: bool = True,
+) -> None:
+    """Ranks of `group` have rows of a model's parameters, by name: of how many, which this rank has; others are theirs.
+
+    `prefix`: of the names in messages. `are_compared`: whether ranks compare what scripts write into them; not where one has all rows.
+    """
 
     def whole_of(name: str, tensor: Tensor) -> WholeTensor | None:
         if name not in rows:
@@ -99,7 +108,8 @@ def note_rows(model: nn.Module, rows: Mapping[str, tuple[int, range]], group: Te
 
     _note(model, whole_of, group)
     _rows[model] = rows, group
-    note_slices(model, dict.fromkeys(rows, 0), group, prefix)
+    if are_compared:
+        note_slices(model, dict.fromkeys(rows, 0), group, prefix)
 
 
 @dataclass(frozen=True, slots=True)

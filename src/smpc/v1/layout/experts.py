@@ -82,9 +82,9 @@ class DividedExperts:
         options = Options(gradient_scale=1 / self._group.size)
         for one in stacked:
             become_part(one, self._group, options)
-        mine = {names[id(tensor)]: rows for one in stacked for tensor, rows in _rows(one, self._group)}
+        mine = {names[id(tensor)]: rows for tensor, rows in tensors}
         rows_of = {name: (self._shapes[name][0].size, rows) for name, rows in mine.items()}
-        note_rows(module, rows_of, self._group)
+        note_rows(module, rows_of, self._group, are_compared=not listed)
         look_at(module, options)
         in_parts = session.is_sharded
         self._called = _Called(
