@@ -315,10 +315,10 @@ class ListedExpert(nn.Module):
         """What the expert returns, wherever it is."""
         block, expert = vars(self)[_MEMBER]
         if block.calls is None and not block.is_invented:
-            again = "a call in a backward: recompute the whole block, not a part of its forward"
+            again = "a call in a backward: recompute the whole block, not a part of its forward, or"
             raise UsageError(
                 f"{block.name}: expected expert {expert} to be called by its block, found "
-                f"{again if is_in_backward() else 'a call from elsewhere'}; or {LEAVE_WHOLE}"
+                f"{again if is_in_backward() else 'a call from elsewhere;'} {LEAVE_WHOLE}"
             )
         return block.called(expert, args, kwargs)
 

@@ -164,9 +164,8 @@ def _patch_checkpoint() -> Iterator[Undo]:
     make, distribute, broadcast = (vars(owner)[name] for name in names)
 
     def whole_state(state: Any, info: Any) -> Any:
-        if info.full_state_dict and all(
-            slices_of(unit) is None for unit in info.fsdp_modules
-        ):  # whose hooks have done it
+        is_whole_by_hooks = any(slices_of(unit) is not None for unit in info.fsdp_modules)  # see `give_whole_state`
+        if info.full_state_dict and not is_whole_by_hooks:
             device = torch.device("cpu") if info.cpu_offload else None
             keep = not info.cpu_offload or not dist.is_initialized() or dist.get_rank() == 0
             state = put_together(state, device, keep=keep)

@@ -6,7 +6,7 @@ only if a backward reaches what it has returned. So an update first takes the ot
 one without rows: optimizers have the same states everywhere.
 
     optimizer.step        looks at what backwards have reached on all ranks, since
-    zero_grad             where it leaves experts without gradients
+    zero_grad             where it leaves this rank's experts without gradients
 
 FSDP1 is refused: torch's states of its optimizers have none of a parameter without rows, and flat parameters have one gradient for all.
 """
@@ -129,7 +129,8 @@ def _forgetting(original: Callable[..., None]) -> Callable[..., None]:
     def zero_grad(self: Any, *args: Any, **kwargs: Any) -> None:
         original(self, *args, **kwargs)
         for block in _blocks():
-            if all(parameter.grad is None for _, _, parameter in _trained(block)):
+            own = (parameter for expert in block.mine for parameter in block.members[expert].parameters())
+            if block.wanted and all(parameter.grad is None for parameter in own):
                 block.wanted.clear()
 
     return zero_grad
