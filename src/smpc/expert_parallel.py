@@ -52,6 +52,7 @@ from smpc.in_place.skeleton import plain_name
 from smpc.nn.init.sliced_models import note_rows
 from smpc.nn.script_writes.classes import plain_parameters
 from smpc.nn.script_writes.compared import compare_scripts
+from smpc.nn.script_writes.slices import note_slices
 from smpc.optimizers.split_parameters import note_split
 from smpc.sharding.whole_parameters import average_gradients
 
@@ -84,7 +85,8 @@ class ExpertParallelModule(nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """What the whole model returns for this rank's inputs."""
         compare_scripts(self.model)
-        return self.model(*args, **kwargs)
+        with plain_parameters(self.model):
+            return self.model(*args, **kwargs)
 
     def extra_repr(self) -> str:
         """The experts that are divided, and the modules that were left whole."""
@@ -214,10 +216,20 @@ def cut_experts(
     for stacked in (one for one in found if isinstance(one, Stacked) and group.size > 1):
         mine = owned(stacked.num_experts, group)
         note_rows(stacked.module, dict.fromkeys(stacked.parameters, (stacked.num_experts, mine)), group, stacked.name)
+    if group.size > 1:
+        divided = {id(each) for one in confirmed for each in _parameters_of(one)}
+        whole = [name for name, each in model.named_parameters() if id(each) not in divided]
+        note_slices(model, {}, group, whole=whole)
     if looks and group.size > 1:
         look_at(model, options)
     numbers = {one.name: one.num_experts for one in found}
     return ExpertParallelModule(model, group, holdings, numbers, left_whole, blocks)
+
+
+def _parameters_of(one: Confirmed | Listed) -> Iterator[nn.Parameter]:
+    """The parameters of the experts that this rank has."""
+    modules = one.members if isinstance(one, Listed) else [one.experts.module]
+    return (parameter for module in modules for parameter in module.parameters())
 
 
 @torch.no_grad()
@@ -229,7 +241,7 @@ def _leave_rows(found: Listed, group: TensorGroup) -> None:
         kept[names[parameter]] = parameter.shape[0], rows
         parameter.grad = None
         parameter.data = parameter.data[rows.start : rows.stop].clone()
-    note_rows(found.container, kept, group, found.name, are_compared=False)
+    note_rows(found.container, kept, group, found.name, of_one=kept)
 
 
 def _expert_options(

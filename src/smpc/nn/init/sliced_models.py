@@ -89,11 +89,12 @@ def note_rows(
     group: TensorGroup,
     prefix: str = "",
     *,
-    are_compared: bool = True,
+    of_one: Collection[str] = (),
+    whole: Collection[str] = (),
 ) -> None:
     """Ranks of `group` have rows of a model's parameters, by name: of how many, which this rank has; others are theirs.
 
-    `prefix`: of the names in messages. `are_compared`: whether ranks compare what scripts write into them; not where one has all rows.
+    `prefix`: of the names in messages. `of_one`: those of which one rank has all rows. `whole`: what all ranks have whole.
     """
 
     def whole_of(name: str, tensor: Tensor) -> WholeTensor | None:
@@ -108,8 +109,8 @@ def note_rows(
 
     _note(model, whole_of, group)
     _rows[model] = rows, group
-    if are_compared:
-        note_slices(model, dict.fromkeys(rows, 0), group, prefix)
+    divided = dict.fromkeys((name for name in rows if name not in of_one), 0)
+    note_slices(model, divided, group, prefix, whole, of_one)
 
 
 @dataclass(frozen=True, slots=True)

@@ -128,6 +128,12 @@ def filled_as_whole(
     return True
 
 
+def whole_shape(tensor: Tensor) -> torch.Size | None:
+    """The shape of the whole parameter; None: nothing is known of it."""
+    whole = _found(tensor)
+    return None if whole is None else whole.shape
+
+
 def drawn_as_whole(original: Callable[..., Tensor], tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor | None:
     """What a function that draws like a tensor gives one process for the whole parameter, cut. None: nothing is known of it."""
     whole = _found(tensor)

@@ -30,7 +30,7 @@ from torch import nn
 from smpc.errors import UsageError
 from smpc.executor.collectives import TensorGroup, gathered
 from smpc.nn.script_writes.callers import is_own
-from smpc.nn.script_writes.used import Used
+from smpc.nn.script_writes.used import ANY, Used
 
 _MOST = 4096  # writes that are kept one by one
 _NEAR = 1e-5  # of numbers, relative
@@ -155,7 +155,7 @@ class _Comparison:
         told = self._gathered([value for each in read for value in each.write.used.numbers], torch.float64)
         of = [each.write for each in read for _ in each.write.used.numbers]
         for write, values in zip(of, zip(*told, strict=True), strict=True):
-            if not _are_near(values, _NEAR):
+            if not _are_near([each for each in values if each != ANY] or [ANY], _NEAR):
                 raise _other_writes(write)
 
     def _check_operands(self, read: Sequence[_Read]) -> None:

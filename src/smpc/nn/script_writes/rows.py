@@ -4,8 +4,9 @@ Terms
     root        the slice, or a tensor of its layout that was computed of it: `weight.data.abs()`
     even        a view of a root that has the same of each row (for slices of rows): all of it, or some columns
     partial     computed of this rank's rows together, where one process would look at all: `weight.data.norm()`
-    twin        a tensor without memory in a root's place, on which views are made once more: of one row it has two, so that row 0 is
-                not all of it, and it has strides where ranks have parts of the slice (DTensors)
+    twin        a tensor without memory in a root's place, on which views are made once more: of one row, or none, it has two, so that
+                row 0 is not all of it, and it has strides where ranks have parts of the slice (DTensors)
+    empty       of a parameter that one rank has whole: a root without rows, on the others
 
     weight of 4 rows, [4, 2]       mark of weight[:, 1]    0 1 0 1 0 1 0 1     even
                                    mark of weight[3]       0 0 0 0 0 0 1 1     not even
@@ -51,7 +52,7 @@ class OfSlice:
     only all of it is even, or all of one of the `pieces`, the start and length of each of several that were lined up. `parameter()`: the
     slice. `groups`: of ranks that have the other slices; of a partial value, those among which it may still differ. `twin`: a view of the
     root's twin, if there is one. `decides`: it tells how large a partial value is. `used`: to compute it, beside slices. `writes`: where
-    writes into the slice are noted, None if they are not."""
+    writes into the slice are noted, None if they are not. `is_held`: an empty one in the place of the parameter, or of its gradient."""
 
     name: str
     parameter: Callable[[], Tensor | None]
@@ -66,6 +67,7 @@ class OfSlice:
     decides: bool = False
     used: Used = field(default=NOTHING, compare=False)
     writes: Writes | None = field(default=None, compare=False)
+    is_held: bool = False
 
     @classmethod
     def of(
@@ -78,21 +80,26 @@ class OfSlice:
     ) -> OfSlice:
         """A root."""
         found = cls(name, parameter, dims, groups, tuple(root.shape), root.stride(), int(root.storage_offset()))
-        if not isinstance(root, DTensor) and not found.has_one_row:
+        if not isinstance(root, DTensor) and not found.has_few_rows:
             return found
         return replace(found, twin=torch.empty_strided(*found.layout, device="meta"))
 
     @property
-    def has_one_row(self) -> bool:
-        """Whether a row of it is all of it."""
-        return any(self.size[dim] == 1 for dim in self.dims)
+    def has_few_rows(self) -> bool:
+        """Whether a row of it is all of it, or there is none."""
+        return any(self.size[dim] <= 1 for dim in self.dims)
+
+    @property
+    def is_empty(self) -> bool:
+        """See above."""
+        return not self.is_partial and any(self.size[dim] == 0 for dim in self.dims)
 
     @property
     def layout(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """The sizes and strides of what views are compared in: of the root, or of two rows."""
-        if not self.has_one_row:
+        if not self.has_few_rows:
             return self.size, self.stride
-        size = tuple(2 if dim in self.dims and each == 1 else each for dim, each in enumerate(self.size))
+        size = tuple(2 if dim in self.dims and each <= 1 else each for dim, each in enumerate(self.size))
         return size, torch.empty(size, device="meta").stride()
 
     def like(self, root: Tensor, dims: tuple[int, ...]) -> OfSlice:
@@ -108,11 +115,12 @@ class OfSlice:
 
 @dataclass(frozen=True, slots=True)
 class OfWhole:
-    """Of which parameter that all ranks have whole, though they have slices of others; `writes` as above."""
+    """Of which parameter that this rank has whole, though ranks have slices of others; `writes` as above. `is_everywhere`: all have it."""
 
     name: str
     parameter: Callable[[], Tensor | None]
     writes: Writes
+    is_everywhere: bool = True
 
 
 def known(value: Any) -> OfSlice | None:
@@ -259,7 +267,7 @@ def _of_rows(
     like: Tensor,
     dim: int,
 ) -> Any:
-    """What a function gives the first (0) or second (1) half of the rows, or all (2). A row that is alone gets a second, half of it.
+    """What a function gives the first (0) or second (1) half of the rows, or all (2). Of less than two rows there are others, see `_rows`.
 
     Ordinary tensors are cut like `like` where they have as many rows along `dim`. `scale`: of slices, as some functions look at rows
     together only if they are large.
@@ -275,12 +283,23 @@ def _of_rows(
             return own.clone()
         at = dims[place]
         own = own * scale if of is not None and own.is_floating_point() else own
-        own = torch.cat([own, own / 2 if own.is_floating_point() else own], at) if own.shape[at] == 1 else own
+        own = _rows(own, at)
         middle = own.shape[at] // 2
         parts = ((0, middle), (middle, own.shape[at] - middle), (0, own.shape[at]))
         return own.narrow(at, *parts[half]).clone()
 
     return func(*tree_map(cut, tuple(args)), **tree_map(cut, dict(kwargs)))
+
+
+def _rows(value: Tensor, dim: int) -> Tensor:
+    """A tensor of at least two rows: one that is alone gets a second, half of it; where there is none, any."""
+    if value.shape[dim] > 1:
+        return value
+    if value.shape[dim] == 0:
+        shape = [2 if at == dim else each for at, each in enumerate(value.shape)]
+        drawn = torch.rand(shape, generator=torch.Generator().manual_seed(2)).to(value.device)
+        return drawn > 0.5 if value.dtype is torch.bool else drawn.to(value.dtype)
+    return torch.cat([value, value / 2 if value.is_floating_point() else value], dim)
 
 
 def _joined_along(low: Tensor, high: Tensor, whole: Tensor, dim: int) -> int | None:
@@ -315,14 +334,14 @@ def is_independent(
 
 
 def _of_values(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], *, are_own: bool) -> Any:
-    """What a function gives the values of slices, or others. A row that is alone gets a second."""
+    """What a function gives the values of slices, or others; of at least two rows."""
 
     def value_of(value: Any) -> Any:
         if not isinstance(value, Tensor):
             return value
         of, own = known(value), _tried(value).clone()
         for dim in () if of is None else dims_of(value, of):
-            own = torch.cat([own, own], dim) if own.shape[dim] == 1 else own
+            own = _rows(own, dim)
         if are_own or of is None:
             return own
         if not own.is_floating_point():

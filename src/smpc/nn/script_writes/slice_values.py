@@ -23,10 +23,10 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map
 
 from smpc.errors import UsageError
-from smpc.nn.init.whole_fills import drawn_as_whole, filled_as_whole
+from smpc.nn.init.whole_fills import drawn_as_whole, filled_as_whole, whole_shape
 from smpc.nn.script_writes.callers import is_script, is_script_beyond_torch
 from smpc.nn.script_writes.collectives import check_collective, have_one_memory, is_collective, known_after
 from smpc.nn.script_writes.rows import (
@@ -52,7 +52,7 @@ from smpc.nn.script_writes.rows import (
 )
 from smpc.nn.script_writes.sizes import WithSizes
 from smpc.nn.script_writes.slice_numbers import SliceInt, SliceNumber, decided, known_number, number_of, tells_of_size
-from smpc.nn.script_writes.used import Rows, Used, used_by_all, used_in
+from smpc.nn.script_writes.used import ANY, Rows, Used, used_by_all, used_in
 
 _OVERWRITE = ("zero_", "fill_", "copy_")
 _ORDERS = ("lt", "le", "gt", "ge", "less", "less_equal", "greater", "greater_equal")
@@ -122,12 +122,14 @@ def answer(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, A
             _check_decision(args[0])
         if not computes(func):
             return known_result(name, func, args, named, func(*args, **named))
+        if draws_by(name) and any(of.is_empty for each in tree_leaves((args, named)) if (of := known(each)) is not None):
+            _draw_elsewhere(name, func, args, named)
         if is_writing(name, named):
             return _write(name, func, args, named)
         like = known(args[0]) if args and name.endswith("_like") and draws_by(name) else None
         drawn = (
             None
-            if like is None or len(like.groups) > 1
+            if like is None or like.is_empty or len(like.groups) > 1
             else drawn_as_whole(func, like.drawn_as(args[0]), *args[1:], **named)
         )
         if like is not None and drawn is not None:
@@ -194,10 +196,14 @@ def is_writing(name: str, kwargs: Mapping[str, Any]) -> bool:
 
 def _write(name: str, func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     targets, rest = _targets(args, kwargs)
-    if any(known_whole(target) for target in targets):
-        _check_alike(name, rest, _numbers(name, args, kwargs))
+    for position, target in enumerate(targets):
+        if known_whole(target):
+            own = _at(position, len(targets), args, kwargs) if name.startswith("_foreach_") else rest
+            _check_alike(name, own, _numbers(name, args, kwargs))
     slices = [(target, of) for target in targets if (of := known(target)) is not None and not of.is_partial]
     for target, of in slices:
+        if of.is_empty:
+            continue
         for number in _numbers(name, args, kwargs):
             raise _of_slice_alone(name, number.of)
         if draws_by(name):
@@ -220,23 +226,60 @@ def _write(name: str, func: Callable[..., Any], args: Sequence[Any], kwargs: dic
     return result
 
 
+def _at(position: int, count: int, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Tensor]:
+    """What a function of lists reads for one of its targets that is known as a slice, or computed of one."""
+    pairs = (
+        each[position] if isinstance(each, (list, tuple)) and len(each) == count else each
+        for each in (*args[1:], *kwargs.values())
+    )
+    return [each for each in pairs if known(each) is not None]
+
+
+def _draw_elsewhere(name: str, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+    """Draws as much as the rank that has the rows of an empty slice."""
+
+    def whole(value: Any) -> Any:
+        of = known(value)
+        if of is None or not of.is_empty:
+            return value
+        shape = None if value.shape != of.size else whole_shape(of.drawn_as(value))
+        if shape is None:
+            raise UsageError(
+                f"{name}: expected draws for all of {of.name!r}, which another rank has, found one for a part of it; draw for all of it, or "
+                "change the whole parameter of model.state_dict(), and load it on every rank with model.load_state_dict"
+            )
+        return torch.full(shape, 0.5, dtype=value.dtype, device=value.device)
+
+    func(*tree_map(whole, tuple(args)), **tree_map(whole, dict(kwargs)))
+
+
 def note_write(name: str, target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
     """What a slice, a value of one, or a parameter that all have whole, has been written with."""
     whole, of = known_whole(target), known(target)
-    if whole is not None:
+    if whole is not None and not whole.is_everywhere:
+        whole.writes.note(whole.name, name, _used_numbers(args, kwargs))
+    elif whole is not None:
         given = [each for each in tree_leaves((args, kwargs)) if isinstance(each, Tensor) and each is not target]
         others = [*(each for each in given if known(each) is None), *([target] if draws_by(name) else [])]
+        others = [each for each in others if not isinstance(each, DTensor)]  # ranks may have other parts
         whole.writes.note(whole.name, name, used_by_all(name, args, kwargs, others))
     if of is None or of.is_partial or of.writes is None:
         return
-    used = _used(name, args, kwargs, target, of)
+    used = _used_numbers(args, kwargs) if of.is_empty else _used(name, args, kwargs, target, of)
     own = of.parameter()
-    if any(each is not None and have_one_memory(target, each) for each in (own, None if own is None else own.grad)):
+    held = () if own is None else (own, own.grad)
+    if of.is_held or any(each is not None and have_one_memory(target, each) for each in held):
         of.writes.note(of.name, name, used)
     elif name in _OVERWRITE:
         vars(target)[SLICE] = replace(of, used=used)
     else:
         vars(target)[SLICE] = replace(of, used=of.used.and_also(used))
+
+
+def _used_numbers(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Used:
+    """What is compared of a write into what one rank has: numbers of a script. What was computed of a slice alone may be any."""
+    leaves = (each for each in tree_leaves((args, kwargs)) if isinstance(each, float))
+    return Used(numbers=tuple(ANY if known_number(each) is not None else each for each in leaves))
 
 
 def _used(name: str, args: Sequence[Any], kwargs: Mapping[str, Any], like: Tensor, of: OfSlice) -> Used:

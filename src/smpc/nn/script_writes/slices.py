@@ -105,6 +105,9 @@ class SliceParameter(WithSizes, CountedParameter):
         """The gradient itself, which knows that it is one of a slice."""
         with torch._C.DisableTorchFunctionSubclass():
             found = super().grad
+            of = vars(self).get(_SLICE_OF) if found is None and self.requires_grad else None
+            if isinstance(of, _SliceOf) and is_script() and of.has_gradient:
+                found = torch.empty_like(self.detach())
             known = None if found is None else _known(self, found)
         return found if found is None or known is None else told(found, known)
 
@@ -136,11 +139,17 @@ class SlicePartParameter(SliceParameter, DTensor):
 
 
 def note_slices(
-    model: nn.Module, dims: Mapping[str, int], group: TensorGroup, prefix: str = "", whole: Iterable[str] = ()
+    model: nn.Module,
+    dims: Mapping[str, int],
+    group: TensorGroup,
+    prefix: str = "",
+    whole: Iterable[str] = (),
+    of_one: Iterable[str] = (),
 ) -> None:
     """Ranks of `group` have slices of these parameters, by name, along these dimensions. Before anything puts the slices into parts.
 
-    `prefix`: of the model, in names that messages have. `whole`: names of parameters that all of them have whole.
+    `prefix`: of the model, in names that messages have. `whole`: names of parameters that all of them have whole; `of_one`: of those that
+    one of them has whole, and the others without rows.
     """
     if group.process_group is None or group.size == 1:
         return
@@ -151,6 +160,13 @@ def note_slices(
     for name in whole:
         place = Place.of(model, name)
         places.append((place, _WholeOf(f"{prefix}.{name}".lstrip("."), place, writes)))
+    for name in of_one:
+        place, known_as = Place.of(model, name), f"{prefix}.{name}".lstrip(".")
+        parameter = place()
+        if parameter is not None and parameter.numel():
+            places.append((place, _WholeOf(known_as, place, writes, is_everywhere=False)))
+        elif parameter is not None:
+            places.append((place, _SliceOf(known_as, place, (0,), (ranks,), writes, parameter.shape, weakref.ref(model))))
     for name, dim in dims.items():
         place = Place.of(model, name)
         places.append(
@@ -176,7 +192,7 @@ def _ranks_of(group: dist.ProcessGroup) -> Ranks:
 
 @dataclass(slots=True)
 class _SliceOf:
-    """What is known of a parameter. `shape`: of the slice, once there is one."""
+    """What is known of a parameter. `shape`: of the slice, once there is one. `model`: where it has no rows."""
 
     name: str
     place: Place
@@ -184,13 +200,20 @@ class _SliceOf:
     groups: tuple[Ranks, ...]
     writes: Writes
     shape: torch.Size | None = None
+    model: Callable[[], nn.Module | None] | None = None
+
+    @property
+    def has_gradient(self) -> bool:
+        """Whether a script finds a gradient here that has no rows: others of the model have one."""
+        model = None if self.model is None else self.model()
+        return model is not None and any(_TORCHS.grad.__get__(each) is not None for each in model.parameters())
 
     def like(self, tensor: Tensor) -> OfSlice | None:
         """What a tensor of the slice's layout is to know."""
         if tensor.layout is not torch.strided or tensor.shape != self.shape:
             return None
         found = OfSlice.of(self.name, self.place, self.dims, self.groups, tensor)
-        return found if len(self.groups) > 1 else replace(found, writes=self.writes)
+        return found if len(self.groups) > 1 else replace(found, writes=self.writes, is_held=self.model is not None)
 
     def note(self, parameter: nn.Parameter) -> None:
         """Have a parameter of this place know it, if it is the slice: what others have made of it is theirs."""
@@ -211,21 +234,21 @@ class _SliceOf:
 
 @dataclass(slots=True)
 class _WholeOf:
-    """What is known of a parameter that all ranks have whole. One in parts is left alone."""
+    """What is known of a parameter that this rank has whole."""
 
     name: str
     place: Place
     writes: Writes
+    is_everywhere: bool = True
 
     def note(self, parameter: nn.Parameter) -> None:
         """Have a parameter of this place know it, unless it is known as a slice."""
-        if not isinstance(parameter, DTensor) and _SLICE_OF not in vars(parameter):
-            vars(parameter)[_SLICE_OF] = self
-            between_steps(parameter, SliceParameter)
+        if vars(parameter).setdefault(_SLICE_OF, self) is self:
+            between_steps(parameter, SlicePartParameter if isinstance(parameter, DTensor) else SliceParameter)
 
     def like(self, tensor: Tensor) -> OfWhole:
         """What an alias, or the gradient, is to know."""
-        return OfWhole(self.name, self.place, self.writes)
+        return OfWhole(self.name, self.place, self.writes, self.is_everywhere)
 
 
 class Place:

@@ -15,6 +15,7 @@ when ranks compare (`compared`, beside).
 
 from __future__ import annotations
 
+import sys
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -50,6 +51,7 @@ class Used:
 
 
 NOTHING = Used()
+ANY = -sys.float_info.max  # among numbers: one that others need not be near
 
 
 @dataclass(frozen=True, slots=True)

@@ -84,7 +84,9 @@ class DividedExperts:
             become_part(one, self._group, options)
         mine = {names[id(tensor)]: rows for tensor, rows in tensors}
         rows_of = {name: (self._shapes[name][0].size, rows) for name, rows in mine.items()}
-        note_rows(module, rows_of, self._group, are_compared=not listed)
+        of_one = [names[id(tensor)] for one in listed for tensor, _ in rows_of_rank(one, self._group)]
+        whole = [name for name in names.values() if name not in rows_of]
+        note_rows(module, rows_of, self._group, of_one=of_one, whole=whole)
         look_at(module, options)
         in_parts = session.is_sharded
         self._called = _Called(

@@ -16,6 +16,7 @@ Rules of Megatron-core, which SMP v2 integrates: "MoE" in its public documentati
 
 from __future__ import annotations
 
+import contextlib
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -35,6 +36,7 @@ from smpc.experts.routers import round_robin_route
 from smpc.experts.stacked import Options, take_role
 from smpc.experts.structure import Found, Listed, Stacked, find_experts
 from smpc.in_place import whole_parameters
+from smpc.nn.script_writes.classes import plain_parameters
 from smpc.nn.script_writes.compared import compare_scripts
 from smpc.tracer import register_shape_rule
 from smpc.v2.moe.moe_config import MoEConfig
@@ -43,6 +45,7 @@ from smpc.v2.transforming.listed_experts import note_divided
 from smpc.v2.transforming.slices import ParameterPart, PartsByName, SliceCut, agree_on_weights, note_slices
 
 _ROUTER, _SHUFFLE = "_smpc_router", "_smpc_shuffle"  # what a module's role knows
+_RUNNING = "_smpc_running"  # of a model: what ends with its forward
 _TOKENS = 4
 
 
@@ -153,7 +156,8 @@ def divide_experts(
     if group is not None:
         _cut_experts(model, experts, group, config, sources)
         if not is_recorded:
-            model.register_forward_pre_hook(_compare_scripts)
+            model.register_forward_pre_hook(_begin_forward)
+            model.register_forward_hook(_end_forward, always_call=True)
     if config is None:
         return
     for router, places in routers:
@@ -203,9 +207,17 @@ def _cuts(one: Found, group: TensorGroup) -> dict[str, Callable[[tuple[int, ...]
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
-def _compare_scripts(model: nn.Module, args: Any) -> None:
-    """Before the model runs; where it is recorded, its programs do this."""
+def _begin_forward(model: nn.Module, args: Any) -> None:
+    """Before the model runs, with ordinary parameters; where it is recorded, its programs do this."""
     compare_scripts(model)
+    running = vars(model).setdefault(_RUNNING, contextlib.ExitStack())
+    running.enter_context(plain_parameters(model))
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def _end_forward(model: nn.Module, args: Any, output: Any) -> None:
+    """After it, also where it has failed."""
+    vars(model).pop(_RUNNING, contextlib.ExitStack()).close()
 
 
 def _check_experts(experts: list[Found], config: MoEConfig | None, *, is_recorded: bool) -> None:
