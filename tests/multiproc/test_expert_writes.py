@@ -123,6 +123,82 @@ def test_scripts_write_into_experts_between_steps(tmp_path, config):
     assert run_workers(in_training, ranks, tmp_path, config) == [""] * ranks
 
 
+OF_LISTS = """
+for p in ps: p.add_(torch.randn_like(p), alpha=0.1)
+for p in ps: p.data.normal_(0, 0.02)
+for p in ps: p.mul_((torch.rand_like(p) > 0.1).float())
+for p in ps: p.copy_(torch.empty_like(p).uniform_(-0.3, 0.3)); p.bernoulli_(0.9) if p.dim() == 3 else None
+for p in ps: p.mul_(torch.bernoulli(torch.full_like(p, 0.9)))
+for p in ps: p.div_(1 + p.norm())
+for p in ps: p.mul_(0.9 + 0.01 * p.square().mean().item())
+for p in ps: p.sub_(p.grad, alpha=0.1) if p.grad is not None else None
+for p in ps: p.grad.clamp_(-0.1, 0.1) if p.grad is not None else None
+torch._foreach_mul_(ps, 0.9)
+g = [p for p in ps if p.grad is not None]; torch._foreach_add_([p for p in g], [p.grad for p in g], alpha=-0.1)
+n = torch.stack([p.norm() for p in lists]).square().sum(); total(n); [p.div_(n.sqrt()) for p in ps]
+""".strip().splitlines()
+OF_LISTS_REFUSED = """
+n = sum(p.grad.norm().item() ** 2 for p in ps if p.grad is not None); c = min(1.0, 0.1 / n); [p.grad.mul_(c) for p in ps]
+n = torch.stack([p.grad.norm() for p in ps if p.grad is not None]).norm(); [p.mul_(1 / n) for p in ps]
+n = torch._foreach_norm(ps); torch._foreach_div_(ps, torch.stack(n).sum())
+for p in ps: p.mul_(lists[0].mean() + lists[-1].mean())
+bias.add_(lists[0].mean() + lists[-1].mean())
+p = next(p for p in lists if p.dim() == 2 and not p.numel()); p[:, :1].normal_()
+n = sum(float(p.norm()) for p in ps); [p.mul_(0.1 / n) for p in ps]
+""".strip().splitlines()
+
+
+def writes_into_lists(rank, folder, config):
+    """Lines that do not what one process does, or are no error."""
+    smp.init({"ddp": True, "expert_parallel_degree": 2, "microbatches": MB, **config})
+    model, plain = smp.DistributedModel(made("listed")), made("listed")
+    train_step(model, batch_of(0, 0))
+    for batch in [{key: value.chunk(MB)[i] for key, value in batch_of(0, 0).items()} for i in range(MB)]:
+        (plain(**batch).loss / MB).backward()
+
+    def run_on(line, root, total):
+        named = dict(root.local_named_parameters() if root is model else root.named_parameters())
+        found = {name.removeprefix("module."): each for name, each in named.items()}
+        ps, lists = zip(*[(found[name], ".experts." in name) for name in sorted(found)], strict=True)
+        run(
+            line,
+            None,
+            total,
+            ps=ps,
+            lists=[p for p, is_one in zip(ps, lists, strict=True) if is_one],
+            bias=found["head.bias"],
+        )
+
+    wrong = []
+    for line in OF_LISTS:
+        if config and ("foreach" in line or "stack" in line):
+            continue  # torch has none for parts and others together
+        run_on(line, model, dist.all_reduce)
+        run_on(line, plain, lambda own: own)
+        state = model.state_dict()
+        are_close = [
+            torch.allclose(state[key], value, rtol=1e-4, atol=1e-6) for key, value in plain.state_dict().items()
+        ]
+        wrong += [] if all(are_close) else [line]
+    for line in OF_LISTS_REFUSED:
+        if config and "item" not in line and "float" not in line:
+            continue
+        try:
+            run_on(line, model, None)
+            model.state_dict()
+            wrong.append(line)
+        except UsageError:
+            pass
+    return wrong
+
+
+@pytest.mark.parametrize("config", CONFIGS[:2], ids=["", "fully_shard"])
+def test_scripts_write_into_experts_of_lists(tmp_path, config):
+    """A rank has none of the others' values: norms of all were those of its own, clipped by hand, and what it drew were other numbers."""
+    ranks = 4 if config else 2
+    assert run_workers(writes_into_lists, ranks, tmp_path, config) == [[]] * ranks
+
+
 def draws_all(rank, folder):
     smp.init({"ddp": True, "expert_parallel_degree": 2, "microbatches": MB})
     model, plain = smp.DistributedModel(made("listed")), made("listed")

@@ -1,5 +1,7 @@
 """What scripts write into parameters and gradients between steps, where ranks have parts of them: what one process writes, or an error."""
 
+import math
+
 import pytest
 import torch
 from executor_harness import run_workers
@@ -146,6 +148,33 @@ def write_otherwise(rank, folder):
 
 def test_what_cannot_be_written_is_an_error_and_writes_nothing(tmp_path):
     assert run_workers(write_otherwise, 2, tmp_path) == [None] * 2
+
+
+NUMBERS = """
+p.norm().item()
+float(p.abs().max())
+float(p.mean())
+int((p > 0).sum())
+bool((p > 0.4).any())
+(p.norm() ** 2).item()
+p.norm().cpu().item()
+p[3, 1].item()
+1 if p.sum() > 0 else 0
+math.sqrt(p.norm())
+""".strip().splitlines()
+
+
+def read_numbers(rank, folder):
+    note_parts()
+    model, plain = make(), make()
+    by_rows(model)
+    pairs = [[eval(line, {"p": each.weight, "math": math}) for each in (model, plain)] for line in NUMBERS]
+    return [line for line, (found, own) in zip(NUMBERS, pairs, strict=True) if found != pytest.approx(own)]
+
+
+def test_numbers_of_parts_are_those_of_one_process(tmp_path):
+    """torch has each rank's own of a sum that it has not summed up: `weight.norm().item()`."""
+    assert run_workers(read_numbers, 2, tmp_path) == [[], []]
 
 
 IDS = (torch.arange(32) % 10).view(4, 8)

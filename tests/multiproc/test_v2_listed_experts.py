@@ -194,6 +194,45 @@ def begins_anew(rank, channel):
     return True
 
 
+def noise(model):
+    torch.manual_seed(4)
+    with torch.no_grad():
+        for _, parameter in sorted(model.named_parameters()):
+            parameter.add_(torch.randn_like(parameter), alpha=0.1)
+            parameter.mul_((torch.rand_like(parameter) > 0.1).double())
+
+
+def clip_by_hand(model):
+    total = sum(p.grad.norm().item() ** 2 for p in model.parameters() if p.grad is not None) ** 0.5
+    if total > 0.1:
+        for parameter in model.parameters():
+            if parameter.grad is not None:
+                parameter.grad.mul_(0.1 / total)
+
+
+def writes_by_hand(rank, channel):
+    tsm.init(EXPERTS)
+    model, reference = wrapped(tsm.transform(model_of("loop")), 2), model_of("loop")
+    for each in (model, reference):
+        noise(each)
+    for step in range(2):
+        losses = [loss_of(each, few_tokens(step, rank)) for each in (model, reference)]
+        torch.testing.assert_close(*losses)
+        losses[0].backward()
+    with pytest.raises(UsageError, match="computed of this rank's slice of"):
+        clip_by_hand(model)
+    full = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))
+    for name, value in reference.state_dict().items():
+        torch.testing.assert_close(full[name], value, rtol=1e-12, atol=1e-12, msg=name)
+    return True
+
+
+@pytest.mark.long
+def test_what_scripts_compute_of_experts_of_lists_is_right_or_refused(tmp_path):
+    """Each rank clipped by the norm of its own, and drew its own alone."""
+    assert values_of(run_ranks(2, writes_by_hand, tmp_path)) == [True, True]
+
+
 @pytest.mark.long
 def test_all_ranks_draw_all_experts(tmp_path):
     """Each drew its own, and from then on other numbers for what all have."""

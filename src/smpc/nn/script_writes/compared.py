@@ -48,6 +48,7 @@ class Write:
     what: str
     where: str
     used: Used
+    is_of_one: bool = False  # into what one rank has; another may not write it, as it has no gradient of it
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,6 +87,7 @@ class Writes:
     def __init__(self, model: nn.Module, group: TensorGroup) -> None:
         self.group = group
         self._writes: list[Write] = []
+        self._of_one: list[Write] = []
         _of_modules.setdefault(model, []).append(self)
         _in_models.clear()
 
@@ -97,9 +99,14 @@ class Writes:
             last = self._writes[-1]
             self._writes[-1] = Write(last.what, last.where, last.used.and_also(used))
 
+    def note_of_one(self, name: str, function: str, numbers: tuple[float, ...]) -> None:
+        """The same, into what one rank of the group has; the others say which numbers they would have written."""
+        if numbers and len(self._of_one) < _MOST:
+            self._of_one.append(Write(f"{function} of {name!r}", _line(), Used(numbers=numbers), is_of_one=True))
+
     def take(self) -> list[Write]:
         """What it has; nothing afterwards."""
-        found, self._writes = self._writes, []
+        found, self._writes, self._of_one = [*self._writes, *self._of_one], [], []
         return found
 
 
@@ -136,9 +143,17 @@ class _Comparison:
 
     def check(self, read: Sequence[_Read]) -> None:
         """UsageError on all ranks for what is above. Collective."""
+        of_one = [each.write for each in read if each.write.is_of_one]
+        read = [each for each in read if not each.write.is_of_one]
         are_apart = any(not operand.are_equal for each in read for operand in each.operands)
-        told = self._gathered([_number([each.digest for each in read]), int(are_apart)])
-        if len({each[0] for each in told}) == 1 and not any(each[1] for each in told):
+        digests = [
+            _number([each.digest for each in read]),
+            _number([(each.what, each.used.numbers) for each in of_one]),
+        ]
+        told = self._gathered([*digests, int(are_apart)])
+        if len({each[1] for each in told}) > 1:
+            self._check_of_one(of_one)
+        if len({each[0] for each in told}) == 1 and not any(each[2] for each in told):
             return
         self._check_kinds(read)
         self._check_numbers(read)
@@ -157,6 +172,28 @@ class _Comparison:
         for write, values in zip(of, zip(*told, strict=True), strict=True):
             if not _are_near([each for each in values if each != ANY] or [ANY], _NEAR):
                 raise _other_writes(write)
+
+    def _check_of_one(self, writes: Sequence[Write]) -> None:
+        """Numbers of one line and parameter, as often as ranks have come to it."""
+        own = [
+            (_number([each.what, each.where, at]), value)
+            for each in writes
+            for at, value in enumerate(each.used.numbers)
+        ]
+        most = max(count for (count,) in self._gathered([len(own)]))
+        padding = most - len(own)
+        keys = self._gathered([*(key for key, _ in own), *[-1] * padding])
+        values = self._gathered([*(value for _, value in own), *[ANY] * padding], torch.float64)
+        found: dict[int, list[list[float]]] = {}
+        for rank, of_rank in enumerate(keys):
+            for key, value in zip(of_rank, values[rank], strict=True):
+                found.setdefault(key, [[] for _ in keys])[rank].append(value)
+        for key, by_rank in found.items():
+            for together in zip(*filter(None, by_rank), strict=False):
+                if not _are_near([each for each in together if each != ANY] or [ANY], _NEAR):
+                    raise _other_writes(
+                        next((each for each in writes if _number([each.what, each.where, 0]) == key), None)
+                    )
 
     def _check_operands(self, read: Sequence[_Read]) -> None:
         own = [(each.write, one) for each in read for one in each.operands]

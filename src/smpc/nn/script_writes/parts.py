@@ -5,6 +5,7 @@
         weight[mask] = 0; weight.tril_()   torch has no way to do it in parts: done with the whole tensor, which is cut
         weight.normal_()                   torch draws for each part, alike on all ranks: drawn for the whole, which is cut
         weight.data = values               torch leaves the part as it is: written into it
+    weight.norm().item()               torch has this rank's, and of (weight.norm() ** 2).item() all ranks': all ranks'
         weight.mul_(0.9)                   torch's own: each rank writes into its part
 
     rank 0    row 0  row 1                weight[3]     a copy on every rank
@@ -66,6 +67,8 @@ def write_parts_as_wholes() -> None:
         if make is not None:
             operation = getattr(getattr(_ATEN, schema.name.removeprefix("aten::")), schema.overload_name or "default")
             _handlers[operation] = functools.partial(make, _handlers.get(operation))
+    number = _ATEN._local_scalar_dense.default
+    _handlers[number] = functools.partial(_number, _handlers.get(number))
     DTensor.data = property(Tensor.data.__get__, _assign_data)  # type: ignore[attr-defined, assignment]
 
 
@@ -145,6 +148,17 @@ def _draw(before: Handler | None, operation: Any, args: Arguments, kwargs: Mappi
     _draw_alike(source)
     result = operation(*tree_map(_whole, args), **tree_map(_whole, dict(kwargs)))
     return tree_map(lambda each: _divided_like(source, each) if isinstance(each, Tensor) else each, result)
+
+
+def _number(before: Handler | None, operation: Any, args: Arguments, kwargs: Mapping[str, Any]) -> Any:
+    return _as_torch_does(before, operation, tree_map(_of_all_ranks, args), kwargs)
+
+
+def _of_all_ranks(value: Any) -> Any:
+    """The same on all ranks. Collective where ranks have parts of a tensor, or of a sum."""
+    if not isinstance(value, DTensor) or all(isinstance(place, Replicate) for place in value.placements):
+        return value
+    return value.full_tensor()
 
 
 def _as_torch_does(before: Handler | None, operation: Any, args: Arguments, kwargs: Mapping[str, Any]) -> Any:

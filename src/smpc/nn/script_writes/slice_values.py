@@ -122,7 +122,9 @@ def answer(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, A
             _check_decision(args[0])
         if not computes(func):
             return known_result(name, func, args, named, func(*args, **named))
-        if draws_by(name) and any(of.is_empty for each in tree_leaves((args, named)) if (of := known(each)) is not None):
+        if draws_by(name) and any(
+            of.is_empty for each in tree_leaves((args, named)) if (of := known(each)) is not None
+        ):
             _draw_elsewhere(name, func, args, named)
         if is_writing(name, named):
             return _write(name, func, args, named)
@@ -198,7 +200,7 @@ def _write(name: str, func: Callable[..., Any], args: Sequence[Any], kwargs: dic
     targets, rest = _targets(args, kwargs)
     for position, target in enumerate(targets):
         if known_whole(target):
-            own = _at(position, len(targets), args, kwargs) if name.startswith("_foreach_") else rest
+            _, own = _targets(*_of_one_target(name, position, targets, args, kwargs))
             _check_alike(name, own, _numbers(name, args, kwargs))
     slices = [(target, of) for target in targets if (of := known(target)) is not None and not of.is_partial]
     for target, of in slices:
@@ -221,18 +223,22 @@ def _write(name: str, func: Callable[..., Any], args: Sequence[Any], kwargs: dic
     result = func(*args, **kwargs)
     if len(slices) < len(targets):
         _pass_on(name, func, args, kwargs, targets, rest)
-    for target in targets:
-        note_write(name, target, args, kwargs)
+    for position, target in enumerate(targets):
+        note_write(name, target, *_of_one_target(name, position, targets, args, kwargs))
     return result
 
 
-def _at(position: int, count: int, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Tensor]:
-    """What a function of lists reads for one of its targets that is known as a slice, or computed of one."""
-    pairs = (
-        each[position] if isinstance(each, (list, tuple)) and len(each) == count else each
-        for each in (*args[1:], *kwargs.values())
-    )
-    return [each for each in pairs if known(each) is not None]
+def _of_one_target(
+    name: str, position: int, targets: Sequence[Any], args: Sequence[Any], kwargs: dict[str, Any]
+) -> tuple[Sequence[Any], dict[str, Any]]:
+    """The arguments for one of the targets of a function of lists; those of others, as they are."""
+    if not name.startswith("_foreach_"):
+        return args, kwargs
+
+    def at(value: Any) -> Any:
+        return value[position] if isinstance(value, (list, tuple)) and len(value) == len(targets) else value
+
+    return [at(each) for each in args], {key: at(value) for key, value in kwargs.items()}
 
 
 def _draw_elsewhere(name: str, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
@@ -245,7 +251,7 @@ def _draw_elsewhere(name: str, func: Callable[..., Any], args: Sequence[Any], kw
         shape = None if value.shape != of.size else whole_shape(of.drawn_as(value))
         if shape is None:
             raise UsageError(
-                f"{name}: expected draws for all of {of.name!r}, which another rank has, found one for a part of it; draw for all of it, or "
+                f"{name}: expected draws for all of {of.name!r}, which another rank has, found one for a part; draw for all of it, or "
                 "change the whole parameter of model.state_dict(), and load it on every rank with model.load_state_dict"
             )
         return torch.full(shape, 0.5, dtype=value.dtype, device=value.device)
@@ -257,7 +263,7 @@ def note_write(name: str, target: Any, args: Sequence[Any], kwargs: Mapping[str,
     """What a slice, a value of one, or a parameter that all have whole, has been written with."""
     whole, of = known_whole(target), known(target)
     if whole is not None and not whole.is_everywhere:
-        whole.writes.note(whole.name, name, _used_numbers(args, kwargs))
+        whole.writes.note_of_one(whole.name, name, _numbers_of_one(args, kwargs))
     elif whole is not None:
         given = [each for each in tree_leaves((args, kwargs)) if isinstance(each, Tensor) and each is not target]
         others = [*(each for each in given if known(each) is None), *([target] if draws_by(name) else [])]
@@ -265,10 +271,13 @@ def note_write(name: str, target: Any, args: Sequence[Any], kwargs: Mapping[str,
         whole.writes.note(whole.name, name, used_by_all(name, args, kwargs, others))
     if of is None or of.is_partial or of.writes is None:
         return
-    used = _used_numbers(args, kwargs) if of.is_empty else _used(name, args, kwargs, target, of)
+    if of.is_empty:
+        if of.is_held:
+            of.writes.note_of_one(of.name, name, _numbers_of_one(args, kwargs))
+        return
+    used = _used(name, args, kwargs, target, of)
     own = of.parameter()
-    held = () if own is None else (own, own.grad)
-    if of.is_held or any(each is not None and have_one_memory(target, each) for each in held):
+    if any(each is not None and have_one_memory(target, each) for each in (own, None if own is None else own.grad)):
         of.writes.note(of.name, name, used)
     elif name in _OVERWRITE:
         vars(target)[SLICE] = replace(of, used=used)
@@ -276,10 +285,10 @@ def note_write(name: str, target: Any, args: Sequence[Any], kwargs: Mapping[str,
         vars(target)[SLICE] = replace(of, used=of.used.and_also(used))
 
 
-def _used_numbers(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Used:
+def _numbers_of_one(args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[float, ...]:
     """What is compared of a write into what one rank has: numbers of a script. What was computed of a slice alone may be any."""
     leaves = (each for each in tree_leaves((args, kwargs)) if isinstance(each, float))
-    return Used(numbers=tuple(ANY if known_number(each) is not None else each for each in leaves))
+    return tuple(ANY if known_number(each) is not None else each for each in leaves)
 
 
 def _used(name: str, args: Sequence[Any], kwargs: Mapping[str, Any], like: Tensor, of: OfSlice) -> Used:

@@ -166,7 +166,9 @@ def note_slices(
         if parameter is not None and parameter.numel():
             places.append((place, _WholeOf(known_as, place, writes, is_everywhere=False)))
         elif parameter is not None:
-            places.append((place, _SliceOf(known_as, place, (0,), (ranks,), writes, parameter.shape, weakref.ref(model))))
+            places.append(
+                (place, _SliceOf(known_as, place, (0,), (ranks,), writes, parameter.shape, weakref.ref(model)))
+            )
     for name, dim in dims.items():
         place = Place.of(model, name)
         places.append(
