@@ -1,7 +1,7 @@
 """What scripts write into parameters and gradients between steps, where ranks have parts of them.
 
 parts         DTensors, as `fully_shard` makes them: torch's own writes, and what one process writes where torch has none
-slices        slices of tensor- and expert-parallel ranks: what one process writes, or an error
+slices        slices of tensor- and expert-parallel ranks, empty ones among them: what one process writes, or an error
               slice_values, slice_numbers     what scripts see of them, and compute of them
               rows                            what is known of a value: which rows it has, and of which it was computed
               collectives                     what a script's collectives leave of that
