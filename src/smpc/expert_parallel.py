@@ -241,7 +241,7 @@ def _leave_rows(found: Listed, group: TensorGroup) -> None:
         kept[names[parameter]] = parameter.shape[0], rows
         parameter.grad = None
         parameter.data = parameter.data[rows.start : rows.stop].clone()
-    note_rows(found.container, kept, group, found.name, of_one=kept)
+    note_rows(found.container, kept, group, found.name, of_one=kept, guesses=True)
 
 
 def _expert_options(

@@ -94,7 +94,7 @@ def steps(model, optimizer, some):
         gradients = gradients or {
             key: (gathered(p.grad).clone(), model.slices.get(key))
             for key, p in model.local_named_parameters()
-            if p.grad is not None and p.numel()  # without rows it is one of another rank's experts
+            if p.grad is not None
         }
         norms.append(clipped(model.parameters()).item())
         optimizer.step()

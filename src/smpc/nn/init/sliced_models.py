@@ -91,10 +91,12 @@ def note_rows(
     *,
     of_one: Collection[str] = (),
     whole: Collection[str] = (),
+    guesses: bool = False,
 ) -> None:
     """Ranks of `group` have rows of a model's parameters, by name: of how many, which this rank has; others are theirs.
 
-    `prefix`: of the names in messages. `of_one`: those of which one rank has all rows. `whole`: what all ranks have whole.
+    `prefix`: of the names in messages. `of_one`: those of which one rank has all rows; `guesses`: the others do not know of its gradient.
+    `whole`: what all ranks have whole.
     """
 
     def whole_of(name: str, tensor: Tensor) -> WholeTensor | None:
@@ -110,7 +112,7 @@ def note_rows(
     _note(model, whole_of, group)
     _rows[model] = rows, group
     divided = dict.fromkeys((name for name in rows if name not in of_one), 0)
-    note_slices(model, divided, group, prefix, whole, of_one)
+    note_slices(model, divided, group, prefix, whole, of_one, guesses)
 
 
 @dataclass(frozen=True, slots=True)

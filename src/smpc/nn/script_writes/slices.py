@@ -145,11 +145,12 @@ def note_slices(
     prefix: str = "",
     whole: Iterable[str] = (),
     of_one: Iterable[str] = (),
+    guesses: bool = False,
 ) -> None:
     """Ranks of `group` have slices of these parameters, by name, along these dimensions. Before anything puts the slices into parts.
 
     `prefix`: of the model, in names that messages have. `whole`: names of parameters that all of them have whole; `of_one`: of those that
-    one of them has whole, and the others without rows.
+    one of them has whole, and the others without rows. `guesses`: these do not know whether that one has a gradient.
     """
     if group.process_group is None or group.size == 1:
         return
@@ -166,9 +167,8 @@ def note_slices(
         if parameter is not None and parameter.numel():
             places.append((place, _WholeOf(known_as, place, writes, is_everywhere=False)))
         elif parameter is not None:
-            places.append(
-                (place, _SliceOf(known_as, place, (0,), (ranks,), writes, parameter.shape, weakref.ref(model)))
-            )
+            others = weakref.ref(model) if guesses else None
+            places.append((place, _SliceOf(known_as, place, (0,), (ranks,), writes, parameter.shape, others)))
     for name, dim in dims.items():
         place = Place.of(model, name)
         places.append(
@@ -194,7 +194,7 @@ def _ranks_of(group: dist.ProcessGroup) -> Ranks:
 
 @dataclass(slots=True)
 class _SliceOf:
-    """What is known of a parameter. `shape`: of the slice, once there is one. `model`: where it has no rows."""
+    """What is known of a parameter. `shape`: of the slice, once there is one. `model`: of one without rows, where to look for gradients."""
 
     name: str
     place: Place
@@ -206,7 +206,7 @@ class _SliceOf:
 
     @property
     def has_gradient(self) -> bool:
-        """Whether a script finds a gradient here that has no rows: others of the model have one."""
+        """Whether a script finds a gradient without rows where there is none: others of the model have one."""
         model = None if self.model is None else self.model()
         return model is not None and any(_TORCHS.grad.__get__(each) is not None for each in model.parameters())
 
@@ -215,7 +215,7 @@ class _SliceOf:
         if tensor.layout is not torch.strided or tensor.shape != self.shape:
             return None
         found = OfSlice.of(self.name, self.place, self.dims, self.groups, tensor)
-        return found if len(self.groups) > 1 else replace(found, writes=self.writes, is_held=self.model is not None)
+        return found if len(self.groups) > 1 else replace(found, writes=self.writes, is_held=found.is_empty)
 
     def note(self, parameter: nn.Parameter) -> None:
         """Have a parameter of this place know it, if it is the slice: what others have made of it is theirs."""
