@@ -196,9 +196,9 @@ def begins_anew(rank, channel):
 
 def noise(model):
     torch.manual_seed(4)
-    with torch.no_grad():
-        for _, parameter in sorted(model.named_parameters()):
-            parameter.add_(torch.randn_like(parameter), alpha=0.1)
+    for _, parameter in sorted(model.named_parameters()):
+        parameter.data.add_(torch.randn_like(parameter), alpha=0.1)
+        with torch.no_grad():
             parameter.mul_((torch.rand_like(parameter) > 0.1).double())
 
 

@@ -170,7 +170,7 @@ class _Comparison:
         told = self._gathered([value for each in read for value in each.write.used.numbers], torch.float64)
         of = [each.write for each in read for _ in each.write.used.numbers]
         for write, values in zip(of, zip(*told, strict=True), strict=True):
-            if not _are_near([each for each in values if each != ANY] or [ANY], _NEAR):
+            if not _are_near(values, _NEAR):
                 raise _other_writes(write)
 
     def _check_of_one(self, writes: Sequence[Write]) -> None:

@@ -5,8 +5,8 @@
         weight[mask] = 0; weight.tril_()   torch has no way to do it in parts: done with the whole tensor, which is cut
         weight.normal_()                   torch draws for each part, alike on all ranks: drawn for the whole, which is cut
         weight.data = values               torch leaves the part as it is: written into it
-    weight.norm().item()               torch has this rank's, and of (weight.norm() ** 2).item() all ranks': all ranks'
         weight.mul_(0.9)                   torch's own: each rank writes into its part
+        weight.norm().item()               torch gives this rank's, and of (weight.norm() ** 2).item() that of all: that of all
 
     rank 0    row 0  row 1                weight[3]     a copy on every rank
     rank 1    row 2  row 3                .zero_()      row 3 of a whole tensor, of which rank 1 takes its part

@@ -46,6 +46,7 @@ from smpc.nn.script_writes.slice_values import (
 
 _SLICE_OF = "_smpc_slice_of"  # of a parameter: its name, its place, and the dimension
 _TORCHS: Any = nn.Parameter
+_WITHOUT_GRADIENTS = ("detach", "rand_like", "randn_like", "randint_like")
 _VIEWS = ("T", "mT", "H", "mH", "real", "imag")
 
 
@@ -60,9 +61,9 @@ class SliceParameter(WithSizes, CountedParameter):
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        """Of what scripts compute without gradients, and of what they detach, SliceValues decide."""
+        """Of what scripts compute without gradients, detach, and draw alike, SliceValues decide."""
         name = getattr(func, "__name__", "")
-        is_recorded = torch.is_grad_enabled() and name != "detach"
+        is_recorded = torch.is_grad_enabled() and name not in _WITHOUT_GRADIENTS
         if is_collective(func):
             return communicate(func, *tree_map(functools.partial(_alias, {}), (tuple(args), dict(kwargs or {}))))
         if is_recorded or name == "__get__" or not is_script():
