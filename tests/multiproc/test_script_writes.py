@@ -168,6 +168,11 @@ def read_numbers(rank, folder):
     note_parts()
     model, plain = make(), make()
     by_rows(model)
+    for draw in (torch.randn_like, torch.rand_like):  # gradients are enabled
+        torch.manual_seed(rank)
+        drawn = whole(draw(model.weight))
+        torch.manual_seed(0)
+        assert torch.equal(drawn, draw(plain.weight))
     pairs = [[eval(line, {"p": each.weight, "math": math}) for each in (model, plain)] for line in NUMBERS]
     return [line for line, (found, own) in zip(NUMBERS, pairs, strict=True) if found != pytest.approx(own)]
 

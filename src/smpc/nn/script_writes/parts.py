@@ -143,11 +143,13 @@ def _write_elsewhere(before: Handler | None, operation: Any, args: Arguments, kw
 
 def _draw(before: Handler | None, operation: Any, args: Arguments, kwargs: Mapping[str, Any]) -> Any:
     source = args[0]
-    if not _is_untracked(source):
-        return _as_torch_does(before, operation, args, kwargs)
-    _draw_alike(source)
-    result = operation(*tree_map(_whole, args), **tree_map(_whole, dict(kwargs)))
-    return tree_map(lambda each: _divided_like(source, each) if isinstance(each, Tensor) else each, result)
+    has_gradient = torch.is_grad_enabled() and not operation._schema.name.endswith("_like")  # of what is drawn
+    with torch.set_grad_enabled(has_gradient):
+        if not _is_untracked(source):
+            return _as_torch_does(before, operation, args, kwargs)
+        _draw_alike(source)
+        result = operation(*tree_map(_whole, args), **tree_map(_whole, dict(kwargs)))
+        return tree_map(lambda each: _divided_like(source, each) if isinstance(each, Tensor) else each, result)
 
 
 def _number(before: Handler | None, operation: Any, args: Arguments, kwargs: Mapping[str, Any]) -> Any:
