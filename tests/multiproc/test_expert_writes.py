@@ -127,6 +127,9 @@ OF_LISTS = """
 for p in ps: p.add_(torch.randn_like(p), alpha=0.1)
 for p in ps: p.data.normal_(0, 0.02)
 for p in ps: p.mul_((torch.rand_like(p) > 0.1).float())
+for p in ps: p.add_(torch.randn(p.shape), alpha=0.1)
+for p in ps: p[torch.rand(p.size()) < 0.1] = 0
+for p in ps: p.data.mul_(1 - 1 / p.shape[0])
 for p in ps: p.copy_(torch.empty_like(p).uniform_(-0.3, 0.3)); p.bernoulli_(0.9) if p.dim() == 3 else None
 for p in ps: p.mul_(torch.bernoulli(torch.full_like(p, 0.9)))
 for p in ps: p.div_(1 + p.norm())

@@ -61,6 +61,8 @@ flat = torch.zeros(2 * p.numel()); flat[: p.numel()] = p.view(-1); p.copy_(flat[
 p.copy_((p.t() * 2).t()); p.copy_(p.t().contiguous().softmax(0).t())
 p.mul_(p.new_full((), 0.9)); p.mul_(torch.tensor(0.5, dtype=torch.float64).type_as(p)); p.add_(torch.ones(p.shape[1]).expand_as(p))
 p.mul_(0.9); f"{p.norm():.3f}"
+p[: p.shape[0]].mul_(0.9); p.narrow(0, 0, p.shape[0])[:, :32].mul_(0.9); p.split(32, dim=1)[0].mul_(0.9)
+p.view(p.shape[0], 2, -1)[:, 0].mul_(0.5); p.view(-1, 2, p.shape[1] // 2)[:, :, 1].zero_(); p.unflatten(1, (2, -1))[:, 1].add_(1)
 norm = full(p.square().sum()).item() + 0.0; norm = torch.tensor(norm); total(norm); p.div_(norm.sqrt().item())
 norm = full(p.square().sum()); total(norm); p.div_(norm.sqrt())
 """.strip().splitlines()
@@ -85,6 +87,14 @@ REFUSED = {
         p.grad[3] = 0
         p.grad.data[3].zero_()
         p.grad.index_fill_(0, rows, 0)
+        n = len(p); p.data[:n] = 0
+        n = len(p); p[0:n].mul_(2)
+        n = len(p); p[: n + 2].mul_(2)
+        n = len(p); p.narrow(0, 0, n).zero_()
+        n = len(p); p.split(n)[0].zero_()
+        n = len(p); p[torch.arange(n)] = 0
+        n = len(p); p.view(-1)[: n * p.shape[1]].zero_()
+        n = len(p); p.grad[:n] = 0
     """,
     "random numbers for all of a parameter|does the same to each": """
         p.data[8:].normal_()
@@ -111,6 +121,7 @@ REFUSED = {
         p.sub_((2 * p.grad.reshape(-1))[:64])
         torch._foreach_div_([p], torch._foreach_norm([p]))
         p.mul_(1 / p.norm().item())
+        p.mul_(1 - 1 / p.numel())
         p.data *= min(1.0, 0.1 / (p.grad.norm().item() ** 2 + 1e-6) ** 0.5)
         p.add_(p.grad, alpha=-p.abs().mean().item())
         p.copy_(p * p.abs().max().item())

@@ -4,7 +4,8 @@ A rank has no values of other stages' parameters, but scripts still hold the obj
 weight penalty, in an average of weights. They would silently count as zero where their memory was freed (`smpc.v1`), or as they were before
 training where it was not (`smpc.Runtime`, whose model is whole on every rank). So they become `AbsentParameter`s, in place:
 
-    p.numel(), p.shape                  of the tensor that is there: 0, and 0 along the first dimension, where its memory was freed
+    p.shape, p.size()                   of the parameter, so that torch.randn(p.shape) draws as much as in one process
+    p.numel()                           of the tensor that is there: 0 where its memory was freed
     p.requires_grad, p.dtype, p.dim()   as ever
     p.data, p.detach()                  absent, too
     p.mul_(0.5), p.data = other         nothing here: whoever holds it does it, if all ranks run the same line
@@ -292,6 +293,15 @@ def _shape(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, A
     return _run(func, args, kwargs)
 
 
+def _size(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """Its holders' for scripts; libraries see the tensor that is there."""
+    place = place_of(args, kwargs)
+    if place.owner is not None or _is_library(sys._getframe(2).f_globals):
+        return _run(func, args, kwargs)
+    with torch._C.DisableTorchFunctionSubclass():
+        return func(torch.empty(place.shape, device="meta"), *args[1:], **kwargs)
+
+
 def _memory(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """Where it is in memory: other code than torch's goes there for its values."""
     place = place_of(args, kwargs)
@@ -347,7 +357,7 @@ _RULES: dict[Any, Callable[..., Any]] = {
             "_backward_hooks _base name grad_dtype retains_grad output_nr itemsize is_complex is_floating_point is_contiguous "
             "element_size storage_offset _is_view get_device register_hook requires_grad_ share_memory_ "
             "register_post_accumulate_grad_hook "
-            "is_shared is_pinned is_inference is_signed is_conj is_neg shape ndim nbytes size numel nelement dim ndimension __len__ stride"
+            "is_shared is_pinned is_inference is_signed is_conj is_neg ndim nbytes numel nelement dim ndimension __len__ stride"
         ),
         _run,
     ),
@@ -366,6 +376,7 @@ _RULES: dict[Any, Callable[..., Any]] = {
     ),
     **dict.fromkeys((torch.detach, torch.clone), _alias),
     **dict.fromkeys(_functions("grad"), _gradient),
+    **dict.fromkeys(_functions("shape size"), _size),
     _setter("data"): _set_data,
     _setter("grad"): _ignore,
     _setter("requires_grad"): _run,

@@ -6,6 +6,8 @@ Terms
     partial     computed of this rank's rows together, where one process would look at all: `weight.data.norm()`
     twin        a tensor without memory in a root's place, on which views are made once more: of one row, or none, it has two, so that
                 row 0 is not all of it, and it has strides where ranks have parts of the slice (DTensors)
+    wide        the same with more rows than the whole parameter has: a view of it without one of its rows is of rows that a script has
+                named, and all that a slice has may be some of them: `weight.data[:4]` of the slice above
     empty       of a parameter that one rank has whole: a root without rows, on the others
 
     weight of 4 rows, [4, 2]       mark of weight[:, 1]    0 1 0 1 0 1 0 1     even
@@ -16,6 +18,7 @@ Whether a function looks at rows together is tried: it is called with all rows, 
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import itertools
 from collections.abc import Callable, Mapping, Sequence
@@ -28,6 +31,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves, tree_map
 
 from smpc.nn.script_writes.compared import Writes
+from smpc.nn.script_writes.slice_numbers import SliceInt
 from smpc.nn.script_writes.used import NOTHING, Used
 
 _OF_OBJECT = ("requires_grad_", "retain_grad", "detach_", "backward", "set_data", "is_leaf", "output_nr", "rename_")
@@ -50,9 +54,10 @@ class OfSlice:
     """Of which parameter, along which dimension it is sliced, and the root's layout in memory. `is_partial`: see above; it has no root.
     `dims`: several if ranks have slices of slices, whose rows are rows of each; none where rows are not told apart (`weight.view(-1) * 2`):
     only all of it is even, or all of one of the `pieces`, the start and length of each of several that were lined up. `parameter()`: the
-    slice. `groups`: of ranks that have the other slices; of a partial value, those among which it may still differ. `twin`: a view of the
-    root's twin, if there is one. `decides`: it tells how large a partial value is. `used`: to compute it, beside slices. `writes`: where
-    writes into the slice are noted, None if they are not. `is_held`: an empty one in the place of the parameter, or of its gradient."""
+    slice. `groups`: of ranks that have the other slices; of a partial value, those among which it may still differ. `twin`,
+    `wide`: views of the root's, if there are any. `decides`: it tells how large a partial value is. `used`: to compute it, beside slices.
+    `writes`: where writes into the slice are noted, None if they are not. `is_held`: an empty one in the place of the parameter, or of its
+    gradient."""
 
     name: str
     parameter: Callable[[], Tensor | None]
@@ -63,6 +68,7 @@ class OfSlice:
     offset: int
     is_partial: bool = False
     twin: Tensor | None = field(default=None, compare=False)
+    wide: Tensor | None = field(default=None, compare=False)
     pieces: tuple[tuple[int, int], ...] = ()
     decides: bool = False
     used: Used = field(default=NOTHING, compare=False)
@@ -80,6 +86,7 @@ class OfSlice:
     ) -> OfSlice:
         """A root."""
         found = cls(name, parameter, dims, groups, tuple(root.shape), root.stride(), int(root.storage_offset()))
+        found = replace(found, wide=torch.empty(found.wide_size, device="meta"))
         if not isinstance(root, DTensor) and not found.has_few_rows:
             return found
         return replace(found, twin=torch.empty_strided(*found.layout, device="meta"))
@@ -93,6 +100,12 @@ class OfSlice:
     def is_empty(self) -> bool:
         """See above."""
         return not self.is_partial and any(self.size[dim] == 0 for dim in self.dims)
+
+    @property
+    def wide_size(self) -> tuple[int, ...]:
+        """See above; other slices may have a row more."""
+        count = functools.reduce(lambda a, b: a * b, map(len, self.groups), 1)
+        return tuple((each + 1) * count + 1 if dim in self.dims else each for dim, each in enumerate(self.size))
 
     @property
     def layout(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
@@ -147,6 +160,8 @@ def plain(tensor: Tensor) -> Tensor:
 
 def is_even(view: Tensor, of: OfSlice) -> bool:
     """See above."""
+    if not _has_all_rows(of.wide, of):
+        return False
     if (view if of.twin is None else of.twin).numel() == _numel(of.layout[0]):
         return True
     mark = _mark(of, view.device)
@@ -159,6 +174,10 @@ def has_even_index(target: Tensor, index: Any, of: OfSlice) -> bool:
     if isinstance(index, Tensor) and index.dtype is torch.bool and index.shape == target.shape:
         return is_even(target, of)
     mark = _mark(of, target.device)
+    if of.wide is not None:
+        with contextlib.suppress(*_CANNOT):
+            if not _has_all_rows(of.wide[_widened(index, of)], of):
+                return False
     try:
         _view_of(mark, target, of)[tree_map(_whole, index)] = True
     except _CANNOT:
@@ -166,16 +185,49 @@ def has_even_index(target: Tensor, index: Any, of: OfSlice) -> bool:
     return _is_alike(mark, of)
 
 
+def _has_all_rows(wide: Tensor | None, of: OfSlice) -> bool:
+    """Whether a view of the wide one has its rows, or they are not told apart."""
+    return (
+        wide is None or wide.numel() == _numel(of.wide_size) or all(of.wide_size[dim] in wide.shape for dim in of.dims)
+    )
+
+
+def _widened(value: Any, of: OfSlice) -> Any:
+    """Arguments that say as many rows as the wide one has, where they say those that the slice has."""
+
+    def widened(value: Any) -> Any:
+        if isinstance(value, slice):
+            return slice(widened(value.start), widened(value.stop), widened(value.step))
+        sizes = (dim for dim in of.dims if of.size[dim] == value) if isinstance(value, SliceInt) else iter(())
+        return next((of.wide_size[dim] for dim in sizes), value)
+
+    return tree_map(widened, value)
+
+
+def seen_on_wide(
+    func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], of: OfSlice
+) -> list[Tensor] | None:
+    """The same of the wide one."""
+    given = _widened((tuple(args[1:]), dict(kwargs)), of)
+    return None if of.wide is None else _views_of(of.wide, func, *given)
+
+
 def seen_on_twin(
     func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], of: OfSlice
 ) -> list[Tensor] | None:
     """The views of the twin that a function makes where it makes views of a tensor; None if it makes none, or others."""
     assert of.twin is not None
+    return _views_of(of.twin, func, args[1:], kwargs)
+
+
+def _views_of(
+    other: Tensor, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> list[Tensor] | None:
     try:
-        leaves = tree_leaves(func(of.twin, *args[1:], **kwargs))
+        leaves = tree_leaves(func(other, *args, **kwargs))
     except _CANNOT:
         return None
-    memory = of.twin.untyped_storage()._cdata
+    memory = other.untyped_storage()._cdata
     are_views = all(isinstance(each, Tensor) and each.untyped_storage()._cdata == memory for each in leaves)
     return leaves if are_views and leaves else None
 

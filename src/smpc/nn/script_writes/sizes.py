@@ -1,4 +1,6 @@
-"""Sizes of slices, which know it where a script reads them (`slice_numbers`, beside)."""
+"""Sizes of slices, which know it where a script reads them (`slice_numbers`, beside). Empty ones have those of the whole parameter, so that
+`torch.randn(weight.shape)` draws as much as on the rank that has its rows.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from smpc.nn.init.whole_fills import whole_shape
 from smpc.nn.script_writes.callers import is_script
 from smpc.nn.script_writes.rows import OfSlice, dims_of, known
 from smpc.nn.script_writes.slice_numbers import number_of
@@ -31,8 +34,24 @@ class WithSizes(Tensor):
         sizes = self._known_sizes(found) if is_script() else found
         return sizes if dim is None else sizes[dim]
 
+    def numel(self) -> int:
+        """See above."""
+        with torch._C.DisableTorchFunctionSubclass():
+            found = super().numel()
+        of = self._sized_as() if is_script() else None
+        return found if of is None else number_of(found, of)
+
+    def nelement(self) -> int:
+        """See above."""
+        with torch._C.DisableTorchFunctionSubclass():
+            found = super().nelement()
+        of = self._sized_as() if is_script() else None
+        return found if of is None else number_of(found, of)
+
     def _known_sizes(self, sizes: torch.Size) -> torch.Size:
         of = self._sized_as()
+        if of is not None and of.is_held and sizes == of.size:
+            return whole_shape(of.drawn_as(self)) or sizes
         dims = () if of is None else dims_of(self, of)
         return torch.Size([number_of(each, of) if dim in dims else each for dim, each in enumerate(sizes)])
 

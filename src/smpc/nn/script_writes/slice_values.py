@@ -48,6 +48,7 @@ from smpc.nn.script_writes.rows import (
     plain,
     rows_after,
     seen_on_twin,
+    seen_on_wide,
     unknown_view,
 )
 from smpc.nn.script_writes.sizes import WithSizes
@@ -203,6 +204,10 @@ def _write(name: str, func: Callable[..., Any], args: Sequence[Any], kwargs: dic
             _, own = _targets(*_of_one_target(name, position, targets, args, kwargs))
             _check_alike(name, own, _numbers(name, args, kwargs))
     slices = [(target, of) for target in targets if (of := known(target)) is not None and not of.is_partial]
+    if len(slices) == len(targets) and all(of.is_empty for _, of in slices):
+        for position, target in enumerate(targets):
+            note_write(name, target, *_of_one_target(name, position, targets, args, kwargs))
+        return args[0] if kwargs.get("out") is None else kwargs["out"]
     for target, of in slices:
         if of.is_empty:
             continue
@@ -401,16 +406,21 @@ def _views(
     if wholes:
         yield from ((each, wholes[key]) for each in made if (key := each.untyped_storage()._cdata) in wholes)
     source = known(args[0]) if args else None
+    wide: list[Tensor | None] = [None] * len(made)
+    if source is not None and not source.is_partial:
+        found = seen_on_wide(func, args, kwargs, source)
+        wide = [*found[: len(made)]] if found is not None and len(found) >= len(made) else wide  # splits have more
     if source is not None and source.twin is not None and not source.is_partial:
         seen = seen_on_twin(func, args, kwargs, source)
         if seen is not None and len(seen) == len(made):
-            yield from ((each, replace(source, twin=view)) for each, view in zip(made, seen, strict=True))
+            for each, view, other in zip(made, seen, wide, strict=True):
+                yield each, replace(source, twin=view, wide=other)
             return
     memories = {each.untyped_storage()._cdata: of for each in given if (of := known(each)) is not None}
-    for each in made:
+    for each, other in zip(made, wide, strict=True):
         of = memories.get(each.untyped_storage()._cdata)
         if of is not None:
-            yield each, unknown_view(of)
+            yield each, replace(unknown_view(of), wide=other)
 
 
 def _tell(
