@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -39,14 +40,7 @@ class WithSizes(Tensor):
         with torch._C.DisableTorchFunctionSubclass():
             found = super().numel()
         of = self._sized_as() if is_script() else None
-        return found if of is None else number_of(found, of)
-
-    def nelement(self) -> int:
-        """See above."""
-        with torch._C.DisableTorchFunctionSubclass():
-            found = super().nelement()
-        of = self._sized_as() if is_script() else None
-        return found if of is None else number_of(found, of)
+        return found if of is None else number_of(found, replace(of, is_count=True))
 
     def _known_sizes(self, sizes: torch.Size) -> torch.Size:
         of = self._sized_as()
