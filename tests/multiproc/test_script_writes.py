@@ -1,9 +1,11 @@
 """What scripts write into parameters and gradients between steps, where ranks have parts of them: what one process writes, or an error."""
 
 import math
+import time
 
 import pytest
 import torch
+import torch.distributed as dist
 from executor_harness import run_workers
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -14,6 +16,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 import smpc.v1 as smp
 from smpc.errors import UsageError
 from smpc.nn.init.sliced_models import note_parts
+from smpc.nn.script_writes import parts
 from smpc.sharding.tensors import whole
 
 ROWS = torch.tensor([1, 4, 5])
@@ -175,6 +178,27 @@ def read_numbers(rank, folder):
         assert torch.equal(drawn, draw(plain.weight))
     pairs = [[eval(line, {"p": each.weight, "math": math}) for each in (model, plain)] for line in NUMBERS]
     return [line for line, (found, own) in zip(NUMBERS, pairs, strict=True) if found != pytest.approx(own)]
+
+
+def reads_alone(rank, folder):
+    """What a rank is told that takes a number alone: rank 1 waits for it to end."""
+    note_parts()
+    parts._WARNED_AFTER, parts._LONGEST_WAIT = 1, 1
+    model = make()
+    by_rows(model)
+    dist.barrier()
+    if rank == 0:
+        with pytest.warns(UserWarning, match="have not come to this line in 1 s"):
+            with pytest.raises(UsageError, match=r"test_script_writes.py:\d+: expected a number .* on every rank"):
+                model.weight.norm().item()
+        (folder / "told").touch()
+    while not (folder / "told").exists():
+        time.sleep(0.1)
+
+
+def test_a_number_that_one_rank_takes_is_an_error_there(tmp_path):
+    """It waited until torch.distributed gave up, after half an hour."""
+    assert run_workers(reads_alone, 2, tmp_path) == [None, None]
 
 
 def test_numbers_of_parts_are_those_of_one_process(tmp_path):

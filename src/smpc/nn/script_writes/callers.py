@@ -26,6 +26,14 @@ def is_own(frame: FrameType) -> bool:
     return _module(frame) in _OWN or frame.f_code.co_filename.startswith(_PROGRAMS)
 
 
+def line_of_script() -> str:
+    """Where the script is, for people."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and is_own(frame):
+        frame = frame.f_back
+    return "the script" if frame is None else f"{frame.f_code.co_filename}:{frame.f_lineno}"
+
+
 def _is_script_of_torch(frame: FrameType) -> bool:
     name: str = frame.f_globals.get("__name__", "")
     return name.startswith(_TORCH_SCRIPTS) and name != _CLIPPING

@@ -16,12 +16,10 @@ from __future__ import annotations
 
 import math
 import struct
-import sys
 import weakref
 import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
-from types import FrameType
 from typing import Any
 
 import torch
@@ -29,7 +27,7 @@ from torch import nn
 
 from smpc.errors import UsageError
 from smpc.executor.collectives import TensorGroup, gathered
-from smpc.nn.script_writes.callers import is_own
+from smpc.nn.script_writes.callers import line_of_script
 from smpc.nn.script_writes.used import ANY, Used
 
 _MOST = 4096  # writes that are kept one by one
@@ -94,7 +92,7 @@ class Writes:
     def note(self, name: str, function: str, used: Used) -> None:
         """This rank's script writes into the parameter of a name."""
         if len(self._writes) < _MOST:
-            self._writes.append(Write(f"{function} of {name!r}", _line(), used))
+            self._writes.append(Write(f"{function} of {name!r}", line_of_script(), used))
         else:
             last = self._writes[-1]
             self._writes[-1] = Write(last.what, last.where, last.used.and_also(used))
@@ -102,7 +100,9 @@ class Writes:
     def note_of_one(self, name: str, function: str, numbers: tuple[float, ...]) -> None:
         """The same, into what one rank of the group has; the others say which numbers they would have written."""
         if numbers and len(self._of_one) < _MOST:
-            self._of_one.append(Write(f"{function} of {name!r}", _line(), Used(numbers=numbers), is_of_one=True))
+            self._of_one.append(
+                Write(f"{function} of {name!r}", line_of_script(), Used(numbers=numbers), is_of_one=True)
+            )
 
     def take(self) -> list[Write]:
         """What it has; nothing afterwards."""
@@ -235,13 +235,6 @@ def _are_near(values: Sequence[float], near: float) -> bool:
 
 def _number(values: Sequence[Any]) -> int:
     return zlib.crc32(repr(values).encode())
-
-
-def _line() -> str:
-    frame: FrameType | None = sys._getframe(2)
-    while frame is not None and is_own(frame):
-        frame = frame.f_back
-    return "the script" if frame is None else f"{frame.f_code.co_filename}:{frame.f_lineno}"
 
 
 def _other_writes(write: Write | None) -> UsageError:

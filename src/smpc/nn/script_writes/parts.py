@@ -21,8 +21,10 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -35,6 +37,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from smpc.errors import UsageError
 from smpc.executor.collectives import TensorGroup
 from smpc.executor.draws import draw_as_first
+from smpc.nn.script_writes.callers import line_of_script
 from smpc.sharding.tensors import digest
 
 Arguments = tuple[Any, ...]
@@ -55,6 +58,7 @@ class _CopiedView:
         return whole
 
 
+_WARNED_AFTER, _LONGEST_WAIT = 30, 270  # seconds
 _views: Any = WeakTensorKeyDictionary()  # tensor: _CopiedView
 _handlers: Any = DTensor._op_dispatcher._custom_op_handlers
 
@@ -160,7 +164,29 @@ def _of_all_ranks(value: Any) -> Any:
     """The same on all ranks. Collective where ranks have parts of a tensor, or of a sum."""
     if not isinstance(value, DTensor) or all(isinstance(place, Replicate) for place in value.placements):
         return value
+    _meet(value)
     return value.full_tensor()
+
+
+def _meet(tensor: DTensor) -> None:
+    """Waits for the other ranks. UsageError if they do not come: scripts print numbers on one rank alone."""
+    what = (
+        f"{line_of_script()}: expected a number of a tensor that ranks have in parts on all of them at once, found others that have not "
+        "come to this line in {} s; take the number on every rank, and print it on one"
+    )
+    for dim in range(tensor.device_mesh.ndim):
+        arrived = torch.zeros(1, device=tensor._local_tensor.device)
+        work: Any = dist.all_reduce(arrived, group=tensor.device_mesh.get_group(dim), async_op=True)
+        for seconds, follows in ((_WARNED_AFTER, True), (_LONGEST_WAIT, False)):
+            try:
+                work.wait(timedelta(seconds=seconds))
+                break
+            except RuntimeError as error:
+                if work.is_completed():
+                    raise  # not for want of time
+                if not follows:
+                    raise UsageError(what.format(_WARNED_AFTER + _LONGEST_WAIT)) from error
+                warnings.warn(what.format(_WARNED_AFTER), stacklevel=2)
 
 
 def _as_torch_does(before: Handler | None, operation: Any, args: Arguments, kwargs: Mapping[str, Any]) -> Any:
