@@ -188,9 +188,11 @@ def reads_alone(rank, folder):
     by_rows(model)
     dist.barrier()
     if rank == 0:
-        with pytest.warns(UserWarning, match="have not come to this line in 1 s"):
-            with pytest.raises(UsageError, match=r"test_script_writes.py:\d+: expected a number .* on every rank"):
-                model.weight.norm().item()
+        with (
+            pytest.warns(UserWarning, match="have not come to this line in 1 s"),
+            pytest.raises(UsageError, match=r"test_script_writes.py:\d+: expected a number .* on every rank"),
+        ):
+            model.weight.norm().item()
         (folder / "told").touch()
     while not (folder / "told").exists():
         time.sleep(0.1)

@@ -170,23 +170,30 @@ def _of_all_ranks(value: Any) -> Any:
 
 def _meet(tensor: DTensor) -> None:
     """Waits for the other ranks. UsageError if they do not come: scripts print numbers on one rank alone."""
-    what = (
-        f"{line_of_script()}: expected a number of a tensor that ranks have in parts on all of them at once, found others that have not "
-        "come to this line in {} s; take the number on every rank, and print it on one"
-    )
     for dim in range(tensor.device_mesh.ndim):
         arrived = torch.zeros(1, device=tensor._local_tensor.device)
-        work: Any = dist.all_reduce(arrived, group=tensor.device_mesh.get_group(dim), async_op=True)
-        for seconds, follows in ((_WARNED_AFTER, True), (_LONGEST_WAIT, False)):
-            try:
-                work.wait(timedelta(seconds=seconds))
-                break
-            except RuntimeError as error:
-                if work.is_completed():
-                    raise  # not for want of time
-                if not follows:
-                    raise UsageError(what.format(_WARNED_AFTER + _LONGEST_WAIT)) from error
-                warnings.warn(what.format(_WARNED_AFTER), stacklevel=2)
+        work = dist.all_reduce(arrived, group=tensor.device_mesh.get_group(dim), async_op=True)
+        if not _is_done(work, _WARNED_AFTER):
+            warnings.warn(str(_is_alone(_WARNED_AFTER)), stacklevel=2)
+            if not _is_done(work, _LONGEST_WAIT):
+                raise _is_alone(_WARNED_AFTER + _LONGEST_WAIT)
+
+
+def _is_done(work: Any, seconds: int) -> bool:
+    try:
+        work.wait(timedelta(seconds=seconds))
+    except RuntimeError:
+        if work.is_completed():
+            raise  # not for want of time
+        return False
+    return True
+
+
+def _is_alone(seconds: int) -> UsageError:
+    return UsageError(
+        f"{line_of_script()}: expected a number of a tensor that ranks have in parts on all of them at once, found others that have not "
+        f"come to this line in {seconds} s; take the number on every rank, and print it on one"
+    )
 
 
 def _as_torch_does(before: Handler | None, operation: Any, args: Arguments, kwargs: Mapping[str, Any]) -> Any:
