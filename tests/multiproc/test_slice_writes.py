@@ -121,7 +121,6 @@ REFUSED = {
         p.sub_((2 * p.grad.reshape(-1))[:64])
         torch._foreach_div_([p], torch._foreach_norm([p]))
         p.mul_(1 / p.norm().item())
-        p.mul_(1 - 1 / p.numel())
         p.data *= min(1.0, 0.1 / (p.grad.norm().item() ** 2 + 1e-6) ** 0.5)
         p.add_(p.grad, alpha=-p.abs().mean().item())
         p.copy_(p * p.abs().max().item())

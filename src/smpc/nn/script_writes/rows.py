@@ -57,7 +57,7 @@ class OfSlice:
     slice. `groups`: of ranks that have the other slices; of a partial value, those among which it may still differ. `twin`,
     `wide`: views of the root's, if there are any. `decides`: it tells how large a partial value is. `used`: to compute it, beside slices.
     `writes`: where writes into the slice are noted, None if they are not. `is_held`: an empty one in the place of the parameter, or of its
-    gradient. `is_count`: of a number of elements."""
+    gradient."""
 
     name: str
     parameter: Callable[[], Tensor | None]
@@ -74,7 +74,6 @@ class OfSlice:
     used: Used = field(default=NOTHING, compare=False)
     writes: Writes | None = field(default=None, compare=False)
     is_held: bool = False
-    is_count: bool = False
 
     @classmethod
     def of(

@@ -4,7 +4,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -34,13 +33,6 @@ class WithSizes(Tensor):
             found = super().size()
         sizes = self._known_sizes(found) if is_script() else found
         return sizes if dim is None else sizes[dim]
-
-    def numel(self) -> int:
-        """See above."""
-        with torch._C.DisableTorchFunctionSubclass():
-            found = super().numel()
-        of = self._sized_as() if is_script() else None
-        return found if of is None else number_of(found, replace(of, is_count=True))
 
     def _known_sizes(self, sizes: torch.Size) -> torch.Size:
         of = self._sized_as()

@@ -7,7 +7,6 @@
     torch.tensor(scale)                       an ordinary tensor, to be summed over ranks
     weight.shape[0] ** -0.5                   SliceNumber, too: the slice has fewer rows
     torch.empty(weight.shape)                 as any size
-    weight.numel() / total < 0.6              as any number: scripts count memory by it; weight.mul_(1 / weight.numel()) is an error
 
 `float(norm)`, functions of `math`, copies and files have ordinary numbers, of which nothing is known. Those that differ between ranks
 are found when ranks compare (`compared`). Sizes of equal slices do not, so `math.sqrt(weight.shape[0])` is an error. Comparisons with zero
@@ -44,8 +43,6 @@ class SliceNumber(float):
         return found
 
     def __int__(self) -> int:
-        if self.of.is_count:
-            return int(float.__float__(self))
         raise decided("int(...)", self.of)
 
     def __reduce__(self) -> Any:
@@ -69,8 +66,6 @@ class SliceInt(int):
         return found
 
     def __float__(self) -> float:
-        if self.of.is_count:
-            return float(int.__index__(self))
         raise decided("float(...) or a function of math", self.of)
 
     def __reduce__(self) -> Any:
@@ -124,7 +119,7 @@ def _deciding(base: type, name: str) -> Callable[..., Any]:
 
     @functools.wraps(original)
     def decide(self: Any, other: Any) -> Any:
-        if tells_of_size(other) and not self.of.is_count:
+        if tells_of_size(other):
             raise decided(f"a comparison with {other}", self.of)
         return original(self, other)
 
