@@ -173,11 +173,11 @@ def has_even_index(target: Tensor, index: Any, of: OfSlice) -> bool:
     """Whether `target[index]` is even."""
     if isinstance(index, Tensor) and index.dtype is torch.bool and index.shape == target.shape:
         return is_even(target, of)
-    mark = _mark(of, target.device)
     if of.wide is not None:
         with contextlib.suppress(*_CANNOT):
             if not _has_all_rows(of.wide[_widened(index, of)], of):
                 return False
+    mark = _mark(of, target.device)
     try:
         _view_of(mark, target, of)[tree_map(_whole, index)] = True
     except _CANNOT:

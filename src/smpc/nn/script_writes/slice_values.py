@@ -407,7 +407,7 @@ def _views(
         yield from ((each, wholes[key]) for each in made if (key := each.untyped_storage()._cdata) in wholes)
     source = known(args[0]) if args else None
     wide: list[Tensor | None] = [None] * len(made)
-    if source is not None and not source.is_partial:
+    if made and source is not None and not source.is_partial:
         found = seen_on_wide(func, args, kwargs, source)
         wide = [*found[: len(made)]] if found is not None and len(found) >= len(made) else wide  # splits have more
     if source is not None and source.twin is not None and not source.is_partial:
