@@ -146,7 +146,7 @@ n = torch.stack([p.grad.norm() for p in ps if p.grad is not None]).norm(); [p.mu
 n = torch._foreach_norm(ps); torch._foreach_div_(ps, torch.stack(n).sum())
 for p in ps: p.mul_(lists[0].mean() + lists[-1].mean())
 bias.add_(lists[0].mean() + lists[-1].mean())
-p = next(p for p in lists if p.dim() == 2 and not p.numel()); p[:, :1].normal_()
+p = next(p for p in lists if p.dim() == 2 and not p.nbytes); p[:, :1].normal_()
 n = sum(float(p.norm()) for p in ps); [p.mul_(0.1 / n) for p in ps]
 """.strip().splitlines()
 

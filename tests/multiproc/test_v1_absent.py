@@ -4,8 +4,10 @@ import copy
 import math
 import warnings
 
+import mixtures
 import pytest
 import torch
+import torch.distributed as dist
 from executor_harness import run_workers
 from torch import nn
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
@@ -25,7 +27,13 @@ def scripts_lines(rank, folder):
     here = torch.ones(3, requires_grad=True)
     wrong = [
         lambda: sum(p.square().sum() for p in model.parameters()),  # a weight penalty
-        lambda: torch.linalg.vector_norm(torch.stack([p.detach().norm() for p in model.parameters()])),
+        lambda: torch.linalg.vector_norm(torch.stack([p.detach().norm() for p in model.parameters()])).item(),
+        lambda: print(other.detach().norm()),
+        lambda: copy.deepcopy(other.detach().norm()).tolist(),
+        lambda: torch.save(other.detach().abs(), folder / "values.pt"),
+        lambda: bool(other.detach().norm() > 0),
+        lambda: other.detach().amax(),
+        lambda: dist.all_reduce(other),
         lambda: torch._foreach_norm(parameters),
         lambda: parameters_to_vector(model.parameters()),
         lambda: vector_to_parameters(torch.ones(10**6), absent),
@@ -46,7 +54,11 @@ def scripts_lines(rank, folder):
     with pytest.raises(UsageError, match=f"^sum: parameter '{name}' is on pipeline rank {1 - rank}"):
         other.sum()
     with pytest.warns(UserWarning, match=r"but a sum over all of them \(a norm\) is that of this rank alone") as found:
-        assert [p.grad for p in absent for _ in range(2)] == [None] * 2 * len(absent)
+        gradients = [p.grad for p in absent for _ in range(2)]
+    assert [gradient.nbytes for gradient in gradients] == [0] * 2 * len(absent)
+    assert [(gradient.shape, gradient.numel()) for gradient in gradients[::2]] == [(p.shape, p.numel()) for p in absent]
+    with pytest.raises(UsageError, match=rf"^all_reduce: .*'{name}', which is on pipeline rank {1 - rank}"):
+        dist.all_reduce(gradients[0])
     assert [w.filename for w in found] == [__file__], "once for each line that asks, and it is this one"
     for line in wrong[:2]:  # a closure is the script's code, too
         with pytest.raises(UsageError, match=f"pipeline rank {rank} has no values of it"):
@@ -65,7 +77,8 @@ def scripts_lines(rank, folder):
         for ours, theirs in zip(copied.parameters(), model.parameters(), strict=True):
             ours.lerp_(theirs, 0.5)
         torch._foreach_mul_(parameters, 2.0)
-        assert (other.numel(), other.dim(), other.requires_grad, other.device.type) == (0, 2, True, "cpu")
+        assert (other.nbytes, other.dim(), other.requires_grad, other.device.type) == (0, 2, True, "cpu")
+        assert sum(p.numel() for p in parameters) == sum(p.numel() for p in make_model()[0].parameters())
         assert isinstance(other, nn.Parameter)
         optimizer.step()
         optimizer.zero_grad()
@@ -77,7 +90,7 @@ def scripts_lines(rank, folder):
     assert type(other) is nn.Parameter
     assert math.isfinite(other.sum())
     train_step(model, feed(ids[1]), 1.0)
-    assert other.numel() == 0
+    assert other.nbytes == 0
     with pytest.raises(UsageError, match="is on pipeline rank"):
         other.sum()
     return state
@@ -124,3 +137,195 @@ def test_a_weight_penalty_in_a_step_function_ends_the_job(tmp_path):
         AssertionError, match=r"square: parameter '\S+' is on pipeline rank 0, and pipeline rank 1 has no values"
     ):
         run_workers(penalty, 2, tmp_path)
+
+
+class Stack(nn.Module):
+    """Layers of which each of two stages has some."""
+
+    def __init__(self):
+        super().__init__()
+        self.embedding = nn.Embedding(20, 8)
+        self.layers = nn.Sequential(*(nn.Linear(8, 8) for _ in range(4)))
+        self.head = nn.Linear(8, 20)
+
+    def forward(self, ids):
+        return nn.functional.cross_entropy(self.head(torch.tanh(self.layers(self.embedding(ids)))), ids.flip(0))
+
+
+@smp.step
+def step_of_stack(model, ids):
+    loss = model(ids)
+    model.backward(loss)
+    return loss
+
+
+def trained(model, optimizer, train, line):
+    """Two steps, after each of which a script has changed gradients and parameters. `line`: by its name below."""
+    for number in range(2):
+        optimizer.zero_grad()
+        train(torch.arange(8).add(number))
+        torch.manual_seed(number)
+        _LINES[line](model)
+        optimizer.step()
+
+
+def noise(model):
+    for p in model.parameters():
+        p.grad.add_(torch.randn_like(p.grad), alpha=0.01)
+        p.grad += 0.01 * torch.randn(p.grad.shape)
+        p.data.mul_(torch.rand_like(p) * 0.01 + 0.99)
+
+
+def adaptive_clipping(model):
+    with torch.no_grad():
+        for p in model.parameters():
+            most = 0.1 * p.norm(dim=-1, keepdim=True).clamp(min=1e-3)
+            p.grad.copy_(torch.where(p.grad.norm() > 0, p.grad * (most / p.grad.abs().mean()).clamp(max=1.0), p.grad))
+
+
+def momentum(model):
+    held = model.__dict__.setdefault("_held", {})
+    for name, p in model.named_parameters():
+        first, second = held.setdefault(name, (torch.zeros_like(p), torch.zeros_like(p)))
+        first.mul_(0.9).add_(p.grad, alpha=0.1)
+        second.mul_(0.9).addcmul_(p.grad, p.grad, value=0.1)
+        p.grad = first / (second.sqrt() + 1e-3)
+        p.data.addcdiv_(first, second.sqrt().add_(1.0), value=-0.1)
+
+
+def momentum_of_lists(model):
+    parameters = list(model.parameters())
+    held = model.__dict__.setdefault("_held", [p.grad.clone() for p in parameters])
+    torch._foreach_mul_(held, 0.9)
+    torch._foreach_add_(held, [p.grad for p in parameters], alpha=0.1)
+    with torch.no_grad():
+        torch._foreach_add_(parameters, held, alpha=-0.1)
+
+
+def rows_and_counts(model):
+    with torch.no_grad():
+        model.embedding.weight[0].zero_()
+        model.head.weight[1] = model.head.weight[0]
+        share = 1 - 100 / sum(p.numel() for p in model.parameters())
+        for p in model.parameters():
+            p.mul_(share).sub_(p.flatten().mean())
+
+
+def summed_up(total):
+    if smp.is_initialized():
+        dist.all_reduce(total, group=smp.get_pp_process_group())
+    return total
+
+
+def clipped_by_all(model):
+    total = summed_up(sum(p.grad.norm() ** 2 for p in model.parameters())) ** 0.5
+    for p in model.parameters():
+        p.grad.mul_((0.01 / total).clamp(max=1.0).item())
+
+
+def weights_by_all(model):
+    with torch.no_grad():
+        total = summed_up(torch.stack(torch._foreach_norm(list(model.parameters()))).square().sum())
+        for p in model.parameters():
+            p.sub_(p, alpha=1e-3 * total.sqrt().item())
+
+
+def clipped_alone(model):
+    total = sum(p.grad.norm() ** 2 for p in model.parameters()) ** 0.5
+    for p in model.parameters():
+        p.grad.mul_((0.01 / total).clamp(max=1.0))
+
+
+def clipped_by_a_number_alone(model):
+    total = sum((p.grad**2).sum().item() for p in model.parameters()) ** 0.5
+    for p in model.parameters():
+        p.data.add_(p.grad, alpha=0.05 / total)
+
+
+def averaged_alone(model):
+    with torch.no_grad():
+        mean = sum(p.abs().mean() for p in model.parameters()) / 12
+        torch._foreach_mul_(list(model.parameters()), 1 - 0.1 * mean)
+
+
+_RIGHT = (
+    noise,
+    adaptive_clipping,
+    momentum,
+    momentum_of_lists,
+    rows_and_counts,
+    clipped_by_all,
+    weights_by_all,
+)
+_REFUSED = (clipped_alone, clipped_by_a_number_alone, averaged_alone)
+_LINES = {each.__name__: each for each in (*_RIGHT, *_REFUSED)}
+
+
+def draws(rank, folder, config, name):
+    """What differs from what one process draws."""
+    smp.init({"pipeline_parallel_degree": 2, "microbatches": mixtures.MB, **config})
+    model, plain = smp.DistributedModel(mixtures.made(name)), mixtures.made(name)
+    mixtures.train_step(model, mixtures.batch_of(0, 0))
+    for each in (model, plain):
+        torch.manual_seed(5)
+        named = sorted((name.removeprefix("module."), p) for name, p in each.named_parameters())
+        for number, (_, p) in enumerate(named):
+            nn.init.uniform_(p, -1, 1) if number % 2 else p.data.normal_()
+            p.data.add_(torch.rand_like(p))
+    state = model.state_dict()
+    return [name for name, value in plain.named_parameters() if not torch.allclose(state[name], value)]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("config", "name"),
+    [
+        (
+            {"tensor_parallel_degree": 2, "tensor_parallel_plan": "auto", "prescaled_batch": True, "ddp": True},
+            "by hand",
+        ),
+        ({"expert_parallel_degree": 2, "ddp": True}, "by hand"),
+        ({"expert_parallel_degree": 2, "ddp": True}, "listed"),
+    ],
+    ids=["tensors", "experts", "experts in lists"],
+)
+def test_slices_of_other_stages_draw_as_much_as_one_process(config, name, tmp_path):
+    """They drew as much as a slice has, and from then on ranks drew other numbers."""
+    assert run_workers(draws, 4, tmp_path, config, name) == [[]] * 4
+
+
+def train_stack(rank, folder, config):
+    warnings.simplefilter("ignore")
+    smp.init(config)
+    found = {}
+    for line in _LINES:
+        torch.manual_seed(0)
+        model = smp.DistributedModel(Stack())
+        optimizer = smp.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+        shown = model.get_module()
+        try:
+            trained(shown, optimizer, lambda ids, model=model: step_of_stack(model, ids), line)
+            found[line] = model.state_dict()
+        except UsageError as error:
+            found[line] = str(error)
+        smp.shutdown()
+        smp.init(config)
+    return found
+
+
+@pytest.mark.long
+def test_what_scripts_compute_of_parameters_of_other_ranks(tmp_path):
+    """Between steps, as one process does it, or refused on all ranks: norms, noise and moments by hand were those of one stage."""
+    by_rank = run_workers(train_stack, 2, tmp_path, {"pipeline_parallel_degree": 2, "microbatches": 1})
+    for line in _LINES:
+        torch.manual_seed(0)
+        model = Stack()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        trained(model, optimizer, lambda ids, model=model: model(ids).backward(), line)
+        for found in (of_rank[line] for of_rank in by_rank):
+            if line in [each.__name__ for each in _REFUSED]:
+                assert "that was computed of what this rank has alone, without" in found
+                continue
+            assert not isinstance(found, str), found
+            for name, value in model.state_dict().items():
+                torch.testing.assert_close(found[name], value, msg=lambda text, at=(line, name): f"{at}: {text}")

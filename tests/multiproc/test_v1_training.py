@@ -42,7 +42,7 @@ def train(rank, folder, name, world, by_hand):
         assert result["output"].logits.concat().shape == (*ids.shape, zoo.VOCABULARY)
     assert identities == [id(parameter) for parameter in model.parameters()]
     local = {name for name, _ in model.local_named_parameters()}
-    sizes = {name: parameter.numel() for name, parameter in module.named_parameters()}
+    sizes = {name: parameter.nbytes for name, parameter in module.named_parameters()}
     assert {name for name, size in sizes.items() if size} == local
     if by_hand is not None:
         with pytest.raises(UsageError, match="modules do not move any more"):
@@ -126,9 +126,9 @@ def modes_and_shapes(rank, folder, by_hand):
     model.train()
     found["again"] = train_step(model, feed(ids), 2.0)["loss"].outputs
     found["state"] = model.cpu().state_dict()
-    assert all(parameter.numel() for parameter in module.parameters()), "the whole model is on the CPU"
+    assert all(parameter.nbytes for parameter in module.parameters()), "the whole model is on the CPU"
     found["after cpu"] = evaluate(model, feed(ids)).outputs
-    assert not all(parameter.numel() for parameter in module.parameters())
+    assert not all(parameter.nbytes for parameter in module.parameters())
     return found
 
 

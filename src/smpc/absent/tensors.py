@@ -4,19 +4,29 @@ A rank has no values of other stages' parameters, but scripts still hold the obj
 weight penalty, in an average of weights. They would silently count as zero where their memory was freed (`smpc.v1`), or as they were before
 training where it was not (`smpc.Runtime`, whose model is whole on every rank). So they become `AbsentParameter`s, in place:
 
-    p.shape, p.size()                   of the parameter, so that torch.randn(p.shape) draws as much as in one process
-    p.numel()                           of the tensor that is there: 0 where its memory was freed
+    p.shape, p.size(), p.numel()        of the parameter, so that torch.randn(p.shape) draws as much as in one process; p.nbytes is what
+                                        this rank has: 0 where its memory was freed
     p.requires_grad, p.dtype, p.dim()   as ever
     p.data, p.detach()                  absent, too
     p.mul_(0.5), p.data = other         nothing here: whoever holds it does it, if all ranks run the same line
     p.normal_(), nn.init.normal_(p)     as much is drawn as its holders draw, so that what comes next is drawn as in one process
-    p.grad                              None; a warning, but for torch's own code and optimizers, which skip it
-    p.norm(), p + 1, F.linear(x, p)     an error
+    p.grad                              between steps a gradient without rows, if this rank has gradients, and a warning; None for torch's
+                                        own code and optimizers, which skip it
+    p.norm(), p + 1, F.linear(x, p)     an error where gradients are recorded, and in steps
     copy.deepcopy(p)                    absent, too
     pickle                              an error
 
-Where memory was not freed, the values are out of date, and writes are done. Who writes all of it anew (`p.copy_(v)`, `p.data = v`,
-`p.zero_()`, `model.load_state_dict(gathered)`) has a plain parameter again, as there is nothing left that is out of date.
+Where nothing is recorded, between steps, scripts may compute with what they have nothing of, as with slices without rows
+(`smpc.nn.script_writes`): one function for each parameter by itself does here what it does for the holders.
+
+    p.grad.mul_(c * p.norm() / p.grad.norm())     here nothing
+    total += p.grad.norm() ** 2                   partial: an error if it is written into a parameter or gradient, until
+    dist.all_reduce(total, group=pipeline)        the ranks of the pipeline have summed it up
+    p.norm().item(), print(p.norm())              an error: its holders have the number
+
+Where memory was not freed, none of this is so: `p.grad` is None, and computing an error. The values are out of date, and writes are done.
+Who writes all of it anew (`p.copy_(v)`, `p.data = v`, `p.zero_()`, `model.load_state_dict(gathered)`) has a plain parameter again, as there
+is nothing left that is out of date.
 
 `mark` makes a parameter or buffer absent, `unmark` gives it its class back. A rank's own computations use none of them, so only accesses by
 scripts and optimizers cost time: about a microsecond each.
@@ -33,14 +43,22 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
+from types import FrameType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves, tree_map
 
 from smpc.absent.unasked import refuse_unasked
 from smpc.errors import UsageError
 from smpc.nn.init.whole_fills import WholeTensor, fill_whole
+from smpc.nn.script_writes.callers import is_script
+from smpc.nn.script_writes.classes import are_plain
+from smpc.nn.script_writes.collectives import is_collective
+from smpc.nn.script_writes.slice_values import AskedFirst
+from smpc.nn.script_writes.slices import answered, without_rows
+from smpc.nn.script_writes.uncompiled import leave_to_python
 
 _PLACE = "_smpc_place"
 _warned: set[tuple[str, int]] = set()  # lines
@@ -60,7 +78,8 @@ class AbsentTexts:
 class AbsentPlace:
     """A parameter's name, its shape on its holders, the pipeline ranks of the holders and of this process, and its original class.
 
-    `owner`: the parameter itself, where its memory was not freed.
+    `owner`: the parameter itself, where its memory was not freed. `whole`: its shape in one process, where holders have slices. `ranks`: of
+    all, those that share the model with this process; `have_gradients()`: whether this one has any.
     """
 
     name: str
@@ -70,6 +89,9 @@ class AbsentPlace:
     kind: type[Tensor]
     texts: AbsentTexts
     owner: weakref.ref[Tensor] | None = None
+    whole: torch.Size | None = None
+    ranks: tuple[int, ...] = ()
+    have_gradients: Callable[[], bool] = lambda: False
 
     def refuse(self, what: str) -> UsageError:
         """The error for an operation that needs its values."""
@@ -79,12 +101,17 @@ class AbsentPlace:
         )
 
     @property
+    def drawn(self) -> torch.Size:
+        """What one process draws for all of it."""
+        return self.shape if self.whole is None else self.whole
+
+    @property
     def text(self) -> str:
         """The holders, for people."""
         return f"on pipeline rank{'s' * (len(self.holders) > 1)} {', '.join(map(str, self.holders))}"
 
 
-class Absent(Tensor):
+class Absent(AskedFirst):
     """The common base of absent parameters, buffers and their aliases."""
 
     @classmethod
@@ -101,10 +128,14 @@ class Absent(Tensor):
             return rule(func, args, kwargs or {})
         name = getattr(func, "__name__", "")
         is_in_place = name.endswith("_") and not name.endswith("__")
+        is_of_script = is_script()
         if is_in_place or name in _WRITING:
-            return _run_in_place(name, func, args, kwargs or {})
+            return _run_in_place(name, func, args, kwargs or {}, is_of_script=is_of_script)
         attribute = getattr(getattr(func, "__self__", None), "__name__", "") if name == "__get__" else ""
-        raise place_of(args, kwargs).refuse(attribute or name or repr(func))
+        place, what = place_of(args, kwargs), attribute or name or repr(func)
+        if is_collective(func) or not is_of_script or not _is_between_steps(place, args, kwargs or {}):
+            raise place.refuse(what)
+        return _without_rows(what, func, args, kwargs or {})
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         """A copy that is absent, too."""
@@ -149,7 +180,7 @@ def _whole_of(tensor: Tensor) -> WholeTensor | None:
     place: AbsentPlace = getattr(tensor, _PLACE)
     if not isinstance(tensor, AbsentParameter) and place.owner is not None:
         return None
-    return WholeTensor(place.shape, None if place.owner is None else lambda values: values)
+    return WholeTensor(place.drawn, None if place.owner is None else lambda values: values)
 
 
 def mark(tensor: Tensor, place: AbsentPlace) -> None:
@@ -162,6 +193,7 @@ def mark(tensor: Tensor, place: AbsentPlace) -> None:
 @functools.cache
 def _fill_absent() -> None:
     fill_whole(_whole_of)
+    leave_to_python(__package__, AbsentParameter, AbsentTensor)
     refuse_unasked(Absent, lambda what, tensor: place_of([tensor]).refuse(what))
 
 
@@ -203,7 +235,9 @@ def _run(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any
         return func(*args, **(kwargs or {}))
 
 
-def _run_in_place(name: str, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+def _run_in_place(
+    name: str, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], *, is_of_script: bool
+) -> Any:
     """In-place operations on an absent tensor do nothing, unless it is out of date. Others cannot be changed by an absent one."""
     place = place_of(args, kwargs)
     if place.owner is not None:
@@ -213,6 +247,8 @@ def _run_in_place(name: str, func: Callable[..., Any], args: Sequence[Any], kwar
         if name in _DRAWING:
             _draw(func, place, target, args, kwargs)
         return target
+    if is_of_script and _is_between_steps(place, args, kwargs):
+        return _without_rows(name, func, args, kwargs)
     try:
         return _run(func, args, kwargs)
     except (RuntimeError, TypeError, IndexError) as error:  # about sizes
@@ -256,7 +292,7 @@ def _draw(
 ) -> None:
     """Draw what the holders draw, so that what comes next is drawn as in one process."""
     with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
-        func(torch.empty(place.shape, dtype=target.dtype, device=target.device), *args[1:], **kwargs)
+        func(torch.empty(place.drawn, dtype=target.dtype, device=target.device), *args[1:], **kwargs)
 
 
 def _ignore(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
@@ -285,12 +321,61 @@ def _alias(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, A
     return _marked(found.as_subclass(AbsentTensor), place, AbsentTensor) if isinstance(found, Tensor) else found
 
 
+def _is_between_steps(place: AbsentPlace, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    """Whether a script may compute with what it has nothing of: nothing is recorded."""
+    if place.owner is not None or are_plain():
+        return False
+    leaves = (each for each in tree_leaves((args, kwargs)) if isinstance(each, Tensor))
+    return not (torch.is_grad_enabled() and any(each.requires_grad for each in leaves))
+
+
+def _without_rows(what: str, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """What a function of a script returns for tensors without rows."""
+
+    def told(value: Any) -> Any:
+        if not isinstance(value, Absent):
+            return value
+        place: AbsentPlace = getattr(value, _PLACE)
+        with torch._C.DisableTorchFunctionSubclass():
+            values = value.detach().as_subclass(Tensor)
+            return without_rows(place.name, value, values, place.ranks, place.text, place.refuse)
+
+    given, named = tree_map(told, (tuple(args), dict(kwargs)))
+    try:
+        return answered(func, given, named)
+    except (RuntimeError, TypeError, ValueError, IndexError) as error:  # about sizes
+        view = _view(func, args, kwargs)
+        if view is not None:
+            return view
+        if isinstance(error, UsageError):
+            raise
+        raise place_of(args, kwargs).refuse(what) from error
+
+
+def _view(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """An absent tensor for a view of one, such as a row of it; None: it is no view."""
+    if not isinstance(args[0], Absent):
+        return None
+    place: AbsentPlace = getattr(args[0], _PLACE)
+    whole = torch.empty(place.shape, dtype=args[0].dtype, device="meta")
+    try:
+        found = func(whole, *args[1:], **kwargs)
+    except (RuntimeError, TypeError, ValueError, IndexError):
+        return None
+    if not isinstance(found, Tensor) or found.untyped_storage()._cdata != whole.untyped_storage()._cdata:
+        return None
+    place = dataclasses.replace(place, shape=found.shape, whole=None)
+    return _marked(empty(found, found.shape, args[0].device).as_subclass(AbsentTensor), place, AbsentTensor)
+
+
 def _shape(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """What takes only its shape and dtype, which it has where its memory was not freed."""
     place = place_of(args, kwargs)
-    if place.owner is None:
+    if place.owner is not None:
+        return _run(func, args, kwargs)
+    if _is_library(sys._getframe(2).f_globals) or not _is_between_steps(place, args[1:], kwargs):
         raise place.refuse(func.__name__)
-    return _run(func, args, kwargs)
+    return _without_rows(func.__name__, func, args, kwargs)
 
 
 def _size(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
@@ -298,8 +383,7 @@ def _size(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, An
     place = place_of(args, kwargs)
     if place.owner is not None or _is_library(sys._getframe(2).f_globals):
         return _run(func, args, kwargs)
-    with torch._C.DisableTorchFunctionSubclass():
-        return func(torch.empty(place.shape, device="meta"), *args[1:], **kwargs)
+    return func(torch.empty(place.shape, device="meta"), *args[1:], **kwargs)
 
 
 def _memory(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
@@ -310,20 +394,37 @@ def _memory(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, 
     return _run(func, args, kwargs)
 
 
-def _gradient(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-    """None, as for any parameter without a gradient. Code that sums over all gradients gets a warning, once per line."""
+def _gradient(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Tensor | None:
+    """See above. Code that sums over all gradients gets a warning, once per line."""
     reader = sys._getframe(2)
-    if _is_library(reader.f_globals) or _readers.get():
-        return
-    line = (reader.f_code.co_filename, reader.f_lineno)
+    if _is_library(reader.f_globals) or _readers.get() or _is_step_of_optimizer(reader):
+        return None
+    place, line = place_of(args), (reader.f_code.co_filename, reader.f_lineno)
     if line not in _warned:
         _warned.add(line)
-        place = place_of(args)
         warnings.warn(
-            f"the gradient of parameter {place.name!r} is {place.text}, and pipeline rank {place.rank} reads None: what is done to each "
-            f"gradient by itself is right, but a sum over all of them (a norm) is that of this rank alone. {place.texts.gradients}",
+            f"the gradient of parameter {place.name!r} is {place.text}, and pipeline rank {place.rank} has nothing of it: what is done to "
+            f"each gradient by itself is right, but a sum over all of them (a norm) is that of this rank alone. {place.texts.gradients}",
             stacklevel=3,
         )
+    if place.owner is not None or are_plain() or not args[0].requires_grad or not place.have_gradients():
+        return None
+    with torch._C.DisableTorchFunctionSubclass():
+        values = torch.empty_like(args[0].detach().as_subclass(Tensor))
+    return without_rows(place.name, args[0], values, place.ranks, place.text)
+
+
+def _is_step_of_optimizer(frame: FrameType) -> bool:
+    """Whether it is an optimizer's `step` itself, which torch has put into functions of its own."""
+    caller = frame.f_back
+    while caller is not None and caller.f_globals.get("__name__") in (
+        "torch.utils._contextlib",
+        "torch.optim.optimizer",
+    ):
+        if caller.f_globals["__name__"] == "torch.optim.optimizer":
+            return True
+        caller = caller.f_back
+    return False
 
 
 def _is_library(names: Mapping[str, Any]) -> bool:
@@ -357,13 +458,11 @@ _RULES: dict[Any, Callable[..., Any]] = {
             "_backward_hooks _base name grad_dtype retains_grad output_nr itemsize is_complex is_floating_point is_contiguous "
             "element_size storage_offset _is_view get_device register_hook requires_grad_ share_memory_ "
             "register_post_accumulate_grad_hook "
-            "is_shared is_pinned is_inference is_signed is_conj is_neg ndim nbytes numel nelement dim ndimension __len__ stride"
+            "is_shared is_pinned is_inference is_signed is_conj is_neg ndim nbytes dim ndimension stride"
         ),
         _run,
     ),
-    **dict.fromkeys(
-        (torch.is_floating_point, torch.is_complex, torch.is_inference, torch.is_conj, torch.is_neg, torch.numel), _run
-    ),
+    **dict.fromkeys((torch.is_floating_point, torch.is_complex, torch.is_inference, torch.is_conj, torch.is_neg), _run),
     torch._has_compatible_shallow_copy_type: _run,
     **dict.fromkeys(_functions("data_ptr untyped_storage"), _memory),
     **dict.fromkeys(
@@ -376,7 +475,7 @@ _RULES: dict[Any, Callable[..., Any]] = {
     ),
     **dict.fromkeys((torch.detach, torch.clone), _alias),
     **dict.fromkeys(_functions("grad"), _gradient),
-    **dict.fromkeys(_functions("shape size"), _size),
+    **dict.fromkeys((*_functions("shape size numel nelement __len__"), torch.numel), _size),
     _setter("data"): _set_data,
     _setter("grad"): _ignore,
     _setter("requires_grad"): _run,

@@ -119,6 +119,11 @@ def _noticed_in(model: nn.Module) -> list[nn.Parameter]:
     return _known[model]
 
 
+def are_plain() -> bool:
+    """Whether this code runs in `plain_parameters`."""
+    return _is_plain.get()
+
+
 def are_noticed(model: nn.Module) -> bool:
     """Whether `plain_parameters` may change something."""
     return model in _noting

@@ -6,7 +6,7 @@
     summed over 0, 1  of all                            what one process has: nothing is known of it any more
 
 A collective over a group makes values the same for those ranks that have the other slices, if all of them are in the group. Written into
-slices themselves, it gives each rank what is of rows of others, which is an error.
+slices themselves, it gives each rank what is of rows of others, which is an error. Ranks without rows have no elements to give: another.
 """
 
 from __future__ import annotations
@@ -37,11 +37,18 @@ def is_collective(func: Callable[..., Any]) -> bool:
 
 
 def check_collective(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-    """UsageError for a collective that writes what other ranks have of other rows into a slice, or its gradient."""
+    """UsageError for a collective that writes what other ranks have of other rows into a slice, or its gradient, or of other sizes."""
     name = func.__name__
+    given, ranks = _given(func, args, kwargs)
+    for each in tree_leaves(given):
+        of = known(each)
+        if of is not None and of.is_empty and any(len({*group} & ranks) > 1 for group in of.groups):
+            raise UsageError(
+                f"{name}: expected tensors that all of the ranks {sorted(ranks)} have, found one of {of.name!r}, which is "
+                f"{of.holders or 'on another rank'}, and of which this one has nothing; give a group of ranks that have the same parameters"
+            )
     if name not in (*_IN_PLACE, "reduce"):
         return
-    given, ranks = _given(func, args, kwargs)
     for each in _written(given):
         of = known(each)
         if of is None or of.is_partial or not any(len({*group} & ranks) > 1 for group in of.groups):
@@ -82,7 +89,8 @@ def known_after(
         if is_own and each.shape == sources[0].size:
             yield each, sources[0].like(each, sources[0].dims)
         else:
-            yield each, replace(sources[0], is_partial=True, groups=left, twin=None, pieces=()) if left else None
+            first = next((of for of in sources if of.hide is not None), sources[0])
+            yield each, replace(first, is_partial=True, groups=left, twin=None, pieces=()) if left else None
 
 
 def _given(

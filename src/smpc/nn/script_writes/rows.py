@@ -9,6 +9,7 @@ Terms
     wide        the same with more rows than the whole parameter has: a view of it without one of its rows is of rows that a script has
                 named, and all that a slice has may be some of them: `weight.data[:4]` of the slice above
     empty       of a parameter that one rank has whole: a root without rows, on the others
+    hidden      of one whose values may not leave tensors here: a weight of another stage of a pipeline
 
     weight of 4 rows, [4, 2]       mark of weight[:, 1]    0 1 0 1 0 1 0 1     even
                                    mark of weight[3]       0 0 0 0 0 0 1 1     not even
@@ -57,7 +58,8 @@ class OfSlice:
     slice. `groups`: of ranks that have the other slices; of a partial value, those among which it may still differ. `twin`,
     `wide`: views of the root's, if there are any. `decides`: it tells how large a partial value is. `used`: to compute it, beside slices.
     `writes`: where writes into the slice are noted, None if they are not. `is_held`: an empty one in the place of the parameter, or of its
-    gradient."""
+    gradient. `holders`: of one that other stages of a pipeline have, who they are. `hide`: the error for reading a hidden value, by what
+    reads it."""
 
     name: str
     parameter: Callable[[], Tensor | None]
@@ -74,6 +76,8 @@ class OfSlice:
     used: Used = field(default=NOTHING, compare=False)
     writes: Writes | None = field(default=None, compare=False)
     is_held: bool = False
+    holders: str = ""
+    hide: Callable[[str], Exception] | None = field(default=None, compare=False)
 
     @classmethod
     def of(
@@ -102,6 +106,13 @@ class OfSlice:
         return not self.is_partial and any(self.size[dim] == 0 for dim in self.dims)
 
     @property
+    def alone(self) -> str:
+        """What a partial value was computed of, for people."""
+        if not self.holders:
+            return f"this rank's slice of {self.name!r} alone"
+        return f"what this rank has alone, without {self.name!r}, which is {self.holders}"
+
+    @property
     def wide_size(self) -> tuple[int, ...]:
         """See above; other slices may have a row more."""
         count = functools.reduce(lambda a, b: a * b, map(len, self.groups), 1)
@@ -117,7 +128,8 @@ class OfSlice:
 
     def like(self, root: Tensor, dims: tuple[int, ...]) -> OfSlice:
         """Another root, of the same parameter."""
-        return replace(OfSlice.of(self.name, self.parameter, dims, self.groups, root), writes=self.writes)
+        found = OfSlice.of(self.name, self.parameter, dims, self.groups, root)
+        return replace(found, writes=self.writes, holders=self.holders, hide=self.hide)
 
     def drawn_as(self, tensor: Tensor) -> Tensor:
         """Of which tensor it is known what one process draws for one like this: the parameter, for all of a root of its shape."""
@@ -132,7 +144,7 @@ class OfWhole:
 
     name: str
     parameter: Callable[[], Tensor | None]
-    writes: Writes
+    writes: Writes | None
     is_everywhere: bool = True
 
 

@@ -34,10 +34,25 @@ class WithSizes(Tensor):
         sizes = self._known_sizes(found) if is_script() else found
         return sizes if dim is None else sizes[dim]
 
+    def numel(self) -> int:
+        """That of the whole parameter, of an empty one."""
+        with torch._C.DisableTorchFunctionSubclass():
+            found: torch.Size = super().size()
+        if found.numel() or not is_script():
+            return found.numel()
+        of = self._sized_as()
+        return (found if of is None else self._whole_size(of, found) or found).numel()
+
+    nelement = numel
+
+    def _whole_size(self, of: OfSlice, sizes: torch.Size) -> torch.Size | None:
+        return whole_shape(of.drawn_as(self)) if of.is_held and sizes == of.size else None
+
     def _known_sizes(self, sizes: torch.Size) -> torch.Size:
         of = self._sized_as()
-        if of is not None and of.is_held and sizes == of.size:
-            return whole_shape(of.drawn_as(self)) or sizes
+        whole = None if of is None else self._whole_size(of, sizes)
+        if whole is not None:
+            return whole
         dims = () if of is None else dims_of(self, of)
         return torch.Size([number_of(each, of) if dim in dims else each for dim, each in enumerate(sizes)])
 

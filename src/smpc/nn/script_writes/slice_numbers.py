@@ -87,8 +87,8 @@ def number_of(value: Any, of: Any) -> Any:
 def decided(what: str, of: Any) -> UsageError:
     """For a script that decides by a number."""
     return UsageError(
-        f"{what}: expected a number that one process would have, too, found one that was computed of this rank's slice of {of.name!r} "
-        "alone (a norm, a mean, a count, a size): one process would decide by another one; sum up what all ranks have with "
+        f"{what}: expected a number that one process would have, too, found one that was computed of {of.alone} "
+        "(a norm, a mean, a count, a size): one process would decide by another one; sum up what all ranks have with "
         "torch.distributed.all_reduce, and take its item(), or compute it of the whole parameter of model.state_dict()"
     )
 

@@ -57,6 +57,22 @@ from smpc.nn.script_writes.used import ANY, Rows, Used, used_by_all, used_in
 
 _OVERWRITE = ("zero_", "fill_", "copy_")
 _ORDERS = ("lt", "le", "gt", "ge", "less", "less_equal", "greater", "greater_equal")
+_LEAVING = (
+    "item",
+    "tolist",
+    "numpy",
+    "__array__",
+    "__dlpack__",
+    "__bool__",
+    "__float__",
+    "__int__",
+    "__index__",
+    "__complex__",
+)
+
+
+class AskedFirst(Tensor):
+    """The base of classes that decide about what is computed of them and of slices."""
 
 
 class SliceValues(WithSizes):
@@ -71,29 +87,42 @@ class SliceValues(WithSizes):
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         """For scripts, torch's function after a check of what it writes."""
+        if are_asked_first(types):
+            return NotImplemented
         if is_collective(func):
             return communicate(func, args, kwargs or {})
         if is_script():
             return answer(func, args, kwargs or {})
+        if getattr(func, "__name__", "") in _LEAVING:
+            _check_shown(func.__name__, args[0])
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **(kwargs or {}))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
-        """An ordinary tensor."""
+        """An ordinary tensor, but for a hidden one."""
         if id(self) not in memo:
-            memo[id(self)] = plain(self).clone()
-        copied: Tensor = memo[id(self)]
-        return copied
+            of, copied = known(self), plain(self).clone()
+            memo[id(self)] = copied if of is None or of.hide is None else told(copied, of)
+        found: Tensor = memo[id(self)]
+        return found
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """As an ordinary tensor."""
+        _check_shown("saving a value of it", self)
         return plain(self).__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        _check_shown("printing a value of it", self)
         return repr(plain(self))
 
     def __format__(self, spec: str) -> str:
+        _check_shown("printing a value of it", self)
         return format(plain(self), spec)
+
+
+def are_asked_first(types: Sequence[type]) -> bool:
+    """Whether one of the classes whose tensors a function is given is to decide."""
+    return any(issubclass(each, AskedFirst) for each in types)
 
 
 class SlicePartValues(SliceValues, DTensor):
@@ -119,6 +148,8 @@ def answer(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, A
     """What a script gets of a function of torch's. UsageError for what the module's docstring says."""
     name, named = getattr(func, "__name__", ""), dict(kwargs)
     with torch._C.DisableTorchFunctionSubclass():
+        if name in _LEAVING:
+            _check_shown(name, args[0])
         if name == "__bool__":
             _check_decision(args[0])
         if not computes(func):
@@ -137,7 +168,7 @@ def answer(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, A
         )
         if like is not None and drawn is not None:
             return told(drawn, like.like(drawn, like.dims))
-        result = func(*args, **named)
+        result = _run(name, func, args, named)
         if not name.startswith("_foreach_"):
             return known_result(name, func, args, named, result)
         single = name.removeprefix("_foreach_")
@@ -145,6 +176,25 @@ def answer(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, A
             own = [tree_leaves(each)[number] if isinstance(each, (list, tuple)) else each for each in args]
             known_result(single, getattr(torch.ops.aten, single), own, named, made)
         return result
+
+
+def _run(name: str, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """UsageError for what cannot be computed without rows."""
+    try:
+        return func(*args, **kwargs)
+    except (RuntimeError, IndexError) as error:
+        empty = next(
+            (of for each in tree_leaves((args, kwargs)) if (of := known(each)) is not None and of.is_empty), None
+        )
+        if empty is None:
+            raise
+        if empty.hide is not None:
+            raise empty.hide(name) from error
+        raise UsageError(
+            f"{name}: expected what can be computed without values of {empty.name!r}, which is {empty.holders or 'on another rank'}, found "
+            f"an error of torch's: {error}; change the whole parameter of model.state_dict(), and load it on every rank with "
+            "model.load_state_dict"
+        ) from error
 
 
 def communicate(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
@@ -226,10 +276,11 @@ def _write(name: str, func: Callable[..., Any], args: Sequence[Any], kwargs: dic
         elif not is_even(target, of) or not _keeps_rows(name, func, args, kwargs, target, of):
             raise _uneven(name, of, target.shape)
     result = func(*args, **kwargs)
-    if len(slices) < len(targets):
-        _pass_on(name, func, args, kwargs, targets, rest)
     for position, target in enumerate(targets):
-        note_write(name, target, *_of_one_target(name, position, targets, args, kwargs))
+        given, named = _of_one_target(name, position, targets, args, kwargs)
+        if len(slices) < len(targets):
+            _pass_on(name.removeprefix("_foreach"), func, given, named, [target], _targets(given, named)[1])
+        note_write(name, target, given, named)
     return result
 
 
@@ -267,13 +318,14 @@ def _draw_elsewhere(name: str, func: Callable[..., Any], args: Sequence[Any], kw
 def note_write(name: str, target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
     """What a slice, a value of one, or a parameter that all have whole, has been written with."""
     whole, of = known_whole(target), known(target)
-    if whole is not None and not whole.is_everywhere:
-        whole.writes.note_of_one(whole.name, name, _numbers_of_one(args, kwargs))
-    elif whole is not None:
+    writes = None if whole is None else whole.writes
+    if whole is not None and writes is not None and not whole.is_everywhere:
+        writes.note_of_one(whole.name, name, _numbers_of_one(args, kwargs))
+    elif whole is not None and writes is not None:
         given = [each for each in tree_leaves((args, kwargs)) if isinstance(each, Tensor) and each is not target]
         others = [*(each for each in given if known(each) is None), *([target] if draws_by(name) else [])]
         others = [each for each in others if not isinstance(each, DTensor)]  # ranks may have other parts
-        whole.writes.note(whole.name, name, used_by_all(name, args, kwargs, others))
+        writes.note(whole.name, name, used_by_all(name, args, kwargs, others))
     if of is None or of.is_partial or of.writes is None:
         return
     if of.is_empty:
@@ -360,7 +412,7 @@ def _pass_on(
         if of is not None and not rest and name in _OVERWRITE:
             _forget(target)
         elif rest and (of is not None and of.is_partial):
-            told(target, replace(of, groups=_groups(target, *rest)))
+            told(target, _of_all(of, target, *rest))
         elif rest and type(target) in (Tensor, DTensor) and not (name == "__setitem__" and _are_even(rest)):
             _tell(name, func, args, kwargs, rest, [target])
 
@@ -434,16 +486,16 @@ def _tell(
     """Have values, all or some of what a function returns, know what was computed of what is given."""
     all_known = [(each, of) for each in given if (of := known(each)) is not None]
     numbers = _numbers(name, args, kwargs)
-    groups = _groups(*given, *numbers)
     are_even = _are_even(given) and not numbers
     roots = _roots(name, func, args, kwargs, all_known, values) if are_even else iter([None] * len(values))
     for each, own in zip(values, roots, strict=True):
         if own is not None:
-            told(each, replace(own, groups=groups))
+            told(each, _of_all(own, *given, *numbers))
     left = [each for each in values if not isinstance(each, SliceValues)]
     if left and (numbers or not is_independent(func, args, kwargs, left)):
         decides = _operator_of(name) in _ORDERS and any(map(tells_of_size, tree_leaves((args, kwargs))))
-        partial = replace(all_known[0][1], is_partial=True, groups=groups, twin=None, pieces=(), decides=decides)
+        partial = replace(all_known[0][1], is_partial=True, twin=None, pieces=(), decides=decides)
+        partial = _of_all(partial, *given, *numbers)
         for each in left:
             told(each, partial)
 
@@ -481,6 +533,18 @@ def _groups(*values: Any) -> tuple[Ranks, ...]:
     return tuple(dict.fromkeys(group for of in found if of is not None for group in of.groups))
 
 
+def _of_all(of: OfSlice, *values: Any) -> OfSlice:
+    """What is known of a value that was computed of all of these."""
+    hidden = next((own for each in values if (own := known(each)) is not None and own.hide is not None), of)
+    return replace(of, groups=_groups(*values), hide=hidden.hide)
+
+
+def _check_shown(what: str, tensor: Any) -> None:
+    of = known(tensor)
+    if of is not None and of.hide is not None:
+        raise of.hide(what)
+
+
 def _check_decision(tensor: Tensor) -> None:
     of = known(tensor)
     if of is not None and of.decides:
@@ -502,7 +566,7 @@ def _uneven(what: str, of: OfSlice, shape: Sequence[int]) -> UsageError:
 
 def _of_slice_alone(what: str, of: OfSlice) -> UsageError:
     return UsageError(
-        f"{what}: expected values that one process would have, too, found one that was computed of this rank's slice of {of.name!r} alone "
+        f"{what}: expected values that one process would have, too, found one that was computed of {of.alone} "
         "(a norm, a mean, a threshold, or a row of it): ranks would write by different ones; sum up what all ranks have with "
         "torch.distributed.all_reduce, and take its item(), or compute it of the whole parameter of model.state_dict()"
     )

@@ -5,6 +5,9 @@
     with torch.no_grad(): weight[3] = 0        in code that is neither torch's nor smpc's: SliceValues are asked
     weight.data, weight.grad                   SliceValues, in such code
 
+    note_own(model, ["layers.0.weight"])       this rank's of a pipeline; those of others are absent (`smpc.absent`), and have
+    without_rows("layers.1.weight", ...)       SliceValues without rows, so that what is summed up over all is known to be partial
+
 Between steps such a parameter has a class of its own (`classes`, beside). Where gradients are recorded, it behaves as ever. A slice may be
 in parts on replicas (a DTensor), and of a slice that one group has, another may have slices.
 """
@@ -34,8 +37,10 @@ from smpc.nn.script_writes.penalties import undifferentiated
 from smpc.nn.script_writes.rows import OfSlice, OfWhole, Ranks, computes, plain
 from smpc.nn.script_writes.sizes import WithSizes
 from smpc.nn.script_writes.slice_values import (
+    SlicePartValues,
     SliceValues,
     answer,
+    are_asked_first,
     check_whole,
     communicate,
     is_writing,
@@ -43,6 +48,7 @@ from smpc.nn.script_writes.slice_values import (
     note_write,
     told,
 )
+from smpc.nn.script_writes.uncompiled import leave_to_python
 
 _SLICE_OF = "_smpc_slice_of"  # of a parameter: its name, its place, and the dimension
 _TORCHS: Any = nn.Parameter
@@ -62,6 +68,8 @@ class SliceParameter(WithSizes, CountedParameter):
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         """Of what scripts compute without gradients, detach, and draw alike, SliceValues decide."""
+        if are_asked_first(types):
+            return NotImplemented
         name = getattr(func, "__name__", "")
         is_recorded = torch.is_grad_enabled() and name not in _WITHOUT_GRADIENTS
         if is_collective(func):
@@ -78,10 +86,7 @@ class SliceParameter(WithSizes, CountedParameter):
                     return result
                 values, named = tree_map(functools.partial(_alias, {}), (tuple(args), dict(kwargs or {})))
                 return known_result(name, func, values, named, result)
-        seen: dict[int, Tensor] = {}  # by id of the alias, the parameter
-        values, named = tree_map(functools.partial(_alias, seen), (tuple(args), dict(kwargs or {})))
-        result = answer(func, values, named)
-        return seen.get(id(result), result)
+        return answered(func, args, kwargs or {})
 
     @property
     def data(self) -> Tensor:
@@ -139,6 +144,14 @@ class SlicePartParameter(SliceParameter, DTensor):
         vars(DTensor)["data"].__set__(self, ordinary)
 
 
+def answered(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """What a script gets of a function of torch's, of parameters too."""
+    seen: dict[int, Tensor] = {}  # by id of the alias, the parameter
+    values, named = tree_map(functools.partial(_alias, seen), (tuple(args), dict(kwargs)))
+    result = answer(func, values, named)
+    return seen.get(id(result), result)
+
+
 def note_slices(
     model: nn.Module,
     dims: Mapping[str, int],
@@ -184,6 +197,35 @@ def note_slices(
 
     note()
     after_steps(model, note)
+
+
+def note_own(model: nn.Module, names: Iterable[str]) -> None:
+    """This rank has these parameters, by name, whole, and not all of the model's."""
+    _support()
+    places = [(name, Place.of(model, name)) for name in names]
+
+    def note() -> None:
+        for name, place in places:
+            parameter = place()
+            if parameter is not None:
+                _WholeOf(name, place, None, is_everywhere=False).note(parameter)
+
+    note()
+    after_steps(model, note)
+
+
+def without_rows(
+    name: str,
+    parameter: Tensor,
+    values: Tensor,
+    ranks: Ranks,
+    holders: str,
+    hide: Callable[[str], Exception] | None = None,
+) -> SliceValues:
+    """What a script sees of `values`, which have no rows, in the place of a parameter that `holders` among these ranks have, or of its
+    gradient. `hide`: the error for reading what is computed of them, by what reads it."""
+    found = OfSlice.of(name, lambda: parameter, (0,), (ranks,), values)
+    return told(values, replace(found, is_held=True, holders=holders, hide=hide))
 
 
 def _ranks_of(group: dist.ProcessGroup) -> Ranks:
@@ -241,12 +283,14 @@ class _WholeOf:
 
     name: str
     place: Place
-    writes: Writes
+    writes: Writes | None
     is_everywhere: bool = True
 
     def note(self, parameter: nn.Parameter) -> None:
-        """Have a parameter of this place know it, unless it is known as a slice."""
-        if vars(parameter).setdefault(_SLICE_OF, self) is self:
+        """Have a parameter of this place know it, unless it is known as a slice, or others compare what is written into it."""
+        known_as = vars(parameter).get(_SLICE_OF)
+        if known_as is None or (isinstance(known_as, _WholeOf) and known_as.writes is None):
+            vars(parameter)[_SLICE_OF] = self
             between_steps(parameter, SlicePartParameter if isinstance(parameter, DTensor) else SliceParameter)
 
     def like(self, tensor: Tensor) -> OfWhole:
@@ -279,6 +323,7 @@ class Place:
 def _support() -> None:
     """Optimizers choose by the class, and `nn.Parameter(weight.data * 2)` would be of the class of its values."""
     torch.serialization.add_safe_globals([int, float])  # what numbers of slices are in files
+    leave_to_python(__package__, SliceValues, SlicePartValues, SliceParameter, SlicePartParameter)
     optimizer._foreach_supported_types += [SliceParameter, SlicePartParameter]
     torchs = nn.Parameter.__new__
 

@@ -23,6 +23,7 @@ one element is the same on all ranks. Other tensors (factored moments) have no k
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -35,6 +36,7 @@ from smpc.absent.tensors import AbsentPlace, AbsentTexts, empty, mark, unmark
 from smpc.errors import CheckpointError, PartitionError
 from smpc.nn.init.delayed import draw_delayed
 from smpc.nn.parallel import ParameterSlice, distributed_modules
+from smpc.nn.script_writes.slices import note_own
 from smpc.partitioner.graph.plan import Plan
 from smpc.tracer.state.fakes import FakeState, installed, on_meta
 from smpc.tracer.state.state_use import StateUse, moved_buffer
@@ -142,13 +144,17 @@ def digest_of(tensor: Tensor) -> str:
 class Placement:
     """The holders of a model's state, and its original sizes. Grows when later programs use more parameters and buffers.
 
-    `slices`: the parameters of which tensor-parallel ranks hold slices. `is_spread`: whether every rank holds only its own tensors, on its
-    device.
+    `slices`: the parameters of which tensor-parallel ranks hold slices. `ranks`: of the pipeline, among all. `is_spread`: whether every
+    rank holds only its own tensors, on its device.
     """
 
-    def __init__(self, model: nn.Module, rank: int, device: torch.device, slices: Slices) -> None:
+    def __init__(
+        self, model: nn.Module, rank: int, device: torch.device, slices: Slices, ranks: Sequence[int] = ()
+    ) -> None:
         self._model = model
         self._rank = rank
+        self._ranks = tuple(ranks)
+        self._noted: frozenset[str] = frozenset()  # local parameters, of which scripts' writes are noticed
         self._device = device
         self._tensor_slices = slices
         self.is_spread = False
@@ -237,12 +243,24 @@ class Placement:
             else:
                 parameter.grad = None
                 shape, kind = self.shape(name), type(parameter)
+                whole = torch.Size(self._tensor_slices.whole_shape(name, shape))
                 parameter.data = empty(parameter, shape, self._device)
-                mark(parameter, AbsentPlace(name, shape, self._holders[name], self._rank, kind, _TEXTS))
+                place = AbsentPlace(
+                    name, shape if shape.numel() else whole, self._holders[name], self._rank, kind, _TEXTS
+                )
+                place = dataclasses.replace(place, whole=whole, ranks=self._ranks, have_gradients=self._have_gradients)
+                mark(parameter, place)
         for name, buffer in self._model.named_buffers():
             if self.is_local(name):
                 buffer.data = buffer.data.to(self._device)
         self.is_spread = True
+        if len(self._ranks) > 1:
+            own = [name for name in self._parameters if self.is_local(name)]
+            note_own(self._model, [name for name in own if name not in self._noted])
+            self._noted |= {*own}
+
+    def _have_gradients(self) -> bool:
+        return any(p.grad is not None for name, p in self._parameters.items() if self.is_local(name))
 
     def release_graphs(self) -> None:
         """Takes tensors that modules hold (the weight of `weight_norm`) out of autograd graphs, before parameters get other memory: as long

@@ -34,6 +34,7 @@ from torch.utils.hooks import RemovableHandle
 
 from smpc.errors import ConfigError, UsageError
 from smpc.executor.failure.start import StartPhase
+from smpc.mesh import Axis
 from smpc.v1.declare.recompute import apply_marks
 from smpc.v1.layout.compiled_tensors import make_compiled_tensors
 from smpc.v1.layout.experts import divide_experts
@@ -267,7 +268,10 @@ class DistributedModel(ShownModel, TensorParallelModel, ObservedModel, NotWrappe
         is_first = script is state.scripts[0]
         experts = divide_experts(module, session, distribution.slices, needs_some=is_first)
         sequences = make_shared_sequences(module, session)
-        placement = Placement(module, session.mesh.pp_rank(session.rank), session.device, distribution.slices)
+        mesh, rank = session.mesh, session.rank
+        placement = Placement(
+            module, mesh.pp_rank(rank), session.device, distribution.slices, mesh.group(Axis.PP, rank)
+        )
         if experts is not None:
             experts.place(placement)
         has_pipeline = session.mesh.pp_size > 1 or tensors is not None or sequences is not None

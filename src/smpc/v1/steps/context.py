@@ -159,8 +159,8 @@ class Measures:
 @dataclass(slots=True)
 class StepContext:
     """The context of one model. `tensors`: None unless the compiler splits tensors over ranks. `sequences`: None unless ranks
-    share sequences. `experts`: None unless ranks divide them. `join`: the enclosing `join`, if any. Between steps, slices and what
-    has masters notices what scripts write; in `ordinary()` all are ordinary."""
+    share sequences. `experts`: None unless ranks divide them. `join`: the enclosing `join`, if any. Between steps, slices, stages and
+    what has masters notices what scripts write; in `ordinary()` all are ordinary."""
 
     module: nn.Module
     session: Session
@@ -184,7 +184,10 @@ class StepContext:
     ordinary: Callable[[], AbstractContextManager[None]] = nullcontext
 
     def __post_init__(self) -> None:
-        is_noticed = self.session.mesh.tp_size > 1 or self.experts is not None or self.precision.dtype is not None
+        mesh = self.session.mesh
+        is_noticed = (
+            mesh.tp_size > 1 or mesh.pp_size > 1 or self.experts is not None or self.precision.dtype is not None
+        )
         self.ordinary = partial(plain_parameters, self.module) if is_noticed else nullcontext
 
     @property
