@@ -164,6 +164,7 @@ p.norm().cpu().item()
 p[3, 1].item()
 1 if p.sum() > 0 else 0
 math.sqrt(p.norm())
+torch.zeros(()).add_(p.detach().square().sum()).add_(p.detach().mean(), alpha=2).item()
 """.strip().splitlines()
 
 
@@ -176,7 +177,9 @@ def read_numbers(rank, folder):
         drawn = whole(draw(model.weight))
         torch.manual_seed(0)
         assert torch.equal(drawn, draw(plain.weight))
-    pairs = [[eval(line, {"p": each.weight, "math": math}) for each in (model, plain)] for line in NUMBERS]
+    pairs = [
+        [eval(line, {"p": each.weight, "math": math, "torch": torch}) for each in (model, plain)] for line in NUMBERS
+    ]
     return [line for line, (found, own) in zip(NUMBERS, pairs, strict=True) if found != pytest.approx(own)]
 
 

@@ -11,7 +11,7 @@ training where it was not (`smpc.Runtime`, whose model is whole on every rank). 
     p.mul_(0.5), p.data = other         nothing here: whoever holds it does it, if all ranks run the same line
     p.normal_(), nn.init.normal_(p)     as much is drawn as its holders draw, so that what comes next is drawn as in one process
     p.grad                              between steps a gradient without rows, if this rank has gradients, and a warning; None for torch's
-                                        own code and optimizers, which skip it
+                                        own code, and in DistributedOptimizer's steps, which skip it
     p.norm(), p + 1, F.linear(x, p)     an error where gradients are recorded, and in steps
     copy.deepcopy(p)                    absent, too
     pickle                              an error
@@ -43,7 +43,6 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
-from types import FrameType
 from typing import Any
 
 import torch
@@ -397,7 +396,7 @@ def _memory(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, 
 def _gradient(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Tensor | None:
     """See above. Code that sums over all gradients gets a warning, once per line."""
     reader = sys._getframe(2)
-    if _is_library(reader.f_globals) or _readers.get() or _is_step_of_optimizer(reader):
+    if _is_library(reader.f_globals) or _readers.get():
         return None
     place, line = place_of(args), (reader.f_code.co_filename, reader.f_lineno)
     if line not in _warned:
@@ -412,19 +411,6 @@ def _gradient(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str
     with torch._C.DisableTorchFunctionSubclass():
         values = torch.empty_like(args[0].detach().as_subclass(Tensor))
     return without_rows(place.name, args[0], values, place.ranks, place.text)
-
-
-def _is_step_of_optimizer(frame: FrameType) -> bool:
-    """Whether it is an optimizer's `step` itself, which torch has put into functions of its own."""
-    caller = frame.f_back
-    while caller is not None and caller.f_globals.get("__name__") in (
-        "torch.utils._contextlib",
-        "torch.optim.optimizer",
-    ):
-        if caller.f_globals["__name__"] == "torch.optim.optimizer":
-            return True
-        caller = caller.f_back
-    return False
 
 
 def _is_library(names: Mapping[str, Any]) -> bool:

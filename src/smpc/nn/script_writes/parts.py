@@ -6,7 +6,8 @@
         weight.normal_()                   torch draws for each part, alike on all ranks: drawn for the whole, which is cut
         weight.data = values               torch leaves the part as it is: written into it
         weight.mul_(0.9)                   torch's own: each rank writes into its part
-        weight.norm().item()               torch gives this rank's, and of (weight.norm() ** 2).item() that of all: that of all
+        total.add_(weight.norm())          torch has no way to write a number of parts into an ordinary tensor: that of all ranks
+    weight.norm().item()               torch gives this rank's, and of (weight.norm() ** 2).item() that of all: that of all
 
     rank 0    row 0  row 1                weight[3]     a copy on every rank
     rank 1    row 2  row 3                .zero_()      row 3 of a whole tensor, of which rank 1 takes its part
@@ -113,6 +114,8 @@ def _seen(operation: Any, args: Arguments, kwargs: Mapping[str, Any], number: in
 
 def _write(before: Handler | None, operation: Any, args: Arguments, kwargs: Mapping[str, Any]) -> Any:
     target = args[0]
+    if not isinstance(target, DTensor) and target.numel() == 1:
+        return operation(target, *tree_map(_gathered, args[1:]), **tree_map(_gathered, dict(kwargs)))
     if not _is_untracked(target) or torch.Tag.inplace_view in operation.tags:
         return _as_torch_does(before, operation, args, kwargs)
     view = _views.get(target) if _views else None
@@ -166,6 +169,12 @@ def _of_all_ranks(value: Any) -> Any:
         return value
     _meet(value)
     return value.full_tensor()
+
+
+def _gathered(value: Any) -> Any:
+    """The number of all ranks, as an ordinary tensor, to be written into one. Collective as `_of_all_ranks` is."""
+    found = _of_all_ranks(value)
+    return found.to_local() if isinstance(found, DTensor) else found
 
 
 def _meet(tensor: DTensor) -> None:
