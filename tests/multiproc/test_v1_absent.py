@@ -71,6 +71,8 @@ def scripts_lines(rank, folder):
             parameter.data.add_(0.25)
             parameter.data = parameter.data.clone()
             nn.init.constant_(parameter[:0] if id(parameter) in local else parameter, 3.0)
+        for parameter in model.local_parameters():
+            parameter.data.numpy()[...] *= 1.5
         model.get_module().transformer.h[0].ln_1.weight[0] = 5.0
         model.get_module().transformer.h[1].ln_1.weight[0] = 5.0
         copied = copy.deepcopy(module)
@@ -106,7 +108,7 @@ def test_lines_that_use_parameters_of_other_ranks(tmp_path):
         (model(input_ids=ids, labels=ids).loss / MB).backward()
     with torch.no_grad():
         for parameter in model.parameters():
-            parameter.mul_(0.5).add_(0.25)
+            parameter.mul_(0.5).add_(0.25).mul_(1.5)
         for layer in model.transformer.h[:2]:
             layer.ln_1.weight[0] = 5.0
         for parameter in model.parameters():

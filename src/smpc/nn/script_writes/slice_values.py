@@ -428,7 +428,9 @@ def _are_even(values: list[Any]) -> bool:
 def known_result(name: str, func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any], result: Any) -> Any:
     """The result, which knows of what slice it is."""
     if name == "numpy":
-        result.flags.writeable = False  # what is written into it, nobody sees
+        whole = known_whole(args[0])
+        if whole is None or whole.writes is not None:
+            result.flags.writeable = False  # what is written into it, nobody sees
         return result
     seen = [each for each in tree_leaves((args, kwargs)) if isinstance(each, SliceValues)]
     made = [each for each in tree_leaves(result) if isinstance(each, Tensor) and not any(each is one for one in seen)]
