@@ -129,7 +129,7 @@ def script(rank, _, checkpoints, splits_a_layer):
     loss = train_step(model, x).outputs
     with pytest.raises(UsageError, match="the model has been partitioned by its first step"):
         smp.set_activation_checkpointing(module.layers)
-    gradients = {name: p.grad for name, p in module.named_parameters() if p.grad is not None}
+    gradients = {name: p.grad for name, p in model.local_named_parameters()}
     smp.shutdown()
     return loss, gradients, [layer.runs for layer in module.layers]
 

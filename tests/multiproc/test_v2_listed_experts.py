@@ -73,10 +73,10 @@ def loss_of(model, ids):
 
 
 def trains(rank, channel, kind, degrees, fsdp, config=None):
-    """Losses, norms, the whole weights, and how many elements of experts the rank held."""
+    """Losses, norms, the whole weights, and how many bytes of experts the rank held."""
     tsm.init(degrees)
     model = tsm.transform(model_of(kind), config=config)
-    held = sum(p.numel() for name, p in model.named_parameters() if ".experts." in name or ".parts." in name)
+    held = sum(p.nbytes for name, p in model.named_parameters() if ".experts." in name or ".parts." in name)
     model = wrapped(model, fsdp)
     optimizer = torch.optim.AdamW(model.parameters(), **DECAY)
     losses, norms = [], []
@@ -132,9 +132,7 @@ def test_training_is_that_of_one_process(size, kind, degrees, fsdp, config, tmp_
     """Experts that no token of any rank comes to have no gradient: they do not decay."""
     sharing = degrees.get("tensor_parallel_degree", 1) * degrees.get("context_parallel_degree", 1)
     losses, norms, weights, _ = one_process(kind, size // sharing)
-    experts = sum(
-        p.numel() for name, p in model_of(kind).named_parameters() if ".experts." in name or ".parts." in name
-    )
+    experts = sum(p.nbytes for name, p in model_of(kind).named_parameters() if ".experts." in name or ".parts." in name)
     for found in values_of(run_ranks(size, trains, tmp_path, kind, degrees, fsdp, config)):
         torch.testing.assert_close(found[0], losses, rtol=1e-9, atol=0)
         torch.testing.assert_close(found[1], norms, rtol=1e-9, atol=0)

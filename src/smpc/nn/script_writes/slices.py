@@ -98,7 +98,7 @@ class SliceParameter(WithSizes, CountedParameter):
     def data(self, value: Tensor) -> None:
         ordinary = _ordinary(value)
         if is_script():
-            _note(self, "copy_", value)
+            _note_write(self, "copy_", value)
         assign_data(self, ordinary)
 
     def _sized_as(self) -> OfSlice | None:
@@ -122,7 +122,7 @@ class SliceParameter(WithSizes, CountedParameter):
         if value is not None:
             check_whole(value, "weight.grad = ...")
             if is_script():
-                _note(self, "copy_", value)
+                _note_write(self, "copy_", value)
         with torch._C.DisableTorchFunctionSubclass():
             _TORCHS.grad.__set__(self, value)
 
@@ -140,7 +140,7 @@ class SlicePartParameter(SliceParameter, DTensor):
     def data(self, value: Tensor) -> None:
         ordinary = _ordinary(value)
         if is_script():
-            _note(self, "copy_", value)
+            _note_write(self, "copy_", value)
         vars(DTensor)["data"].__set__(self, ordinary)
 
 
@@ -171,47 +171,27 @@ def note_slices(
     _support()
     ranks = _ranks_of(group.process_group)
     writes = Writes(model, group)
-    places: list[tuple[Place, _SliceOf | _WholeOf]] = []
+    found: list[_SliceOf | _WholeOf] = []
     for name in whole:
-        place = Place.of(model, name)
-        places.append((place, _WholeOf(f"{prefix}.{name}".lstrip("."), place, writes)))
+        found.append(_WholeOf(f"{prefix}.{name}".lstrip("."), Place.of(model, name), writes))
     for name in of_one:
         place, known_as = Place.of(model, name), f"{prefix}.{name}".lstrip(".")
         parameter = place()
         if parameter is not None and parameter.numel():
-            places.append((place, _WholeOf(known_as, place, writes, is_everywhere=False)))
+            found.append(_WholeOf(known_as, place, writes, is_everywhere=False))
         elif parameter is not None:
             others = weakref.ref(model) if guesses else None
-            places.append((place, _SliceOf(known_as, place, (0,), (ranks,), writes, parameter.shape, others)))
+            found.append(_SliceOf(known_as, place, (0,), (ranks,), writes, parameter.shape, others))
     for name, dim in dims.items():
         place = Place.of(model, name)
-        places.append(
-            (place, _SliceOf(f"{prefix}.{name}".lstrip("."), place, (dim,), (ranks,), writes).beside(place()))
-        )
-
-    def note() -> None:
-        for place, of in places:
-            parameter = place()
-            if parameter is not None:
-                of.note(parameter)
-
-    note()
-    after_steps(model, note)
+        found.append(_SliceOf(f"{prefix}.{name}".lstrip("."), place, (dim,), (ranks,), writes).beside(place()))
+    _note(model, found)
 
 
 def note_own(model: nn.Module, names: Iterable[str]) -> None:
     """This rank has these parameters, by name, whole, and not all of the model's."""
     _support()
-    places = [(name, Place.of(model, name)) for name in names]
-
-    def note() -> None:
-        for name, place in places:
-            parameter = place()
-            if parameter is not None:
-                _WholeOf(name, place, None, is_everywhere=False).note(parameter)
-
-    note()
-    after_steps(model, note)
+    _note(model, [_WholeOf(name, Place.of(model, name), None, is_everywhere=False) for name in names])
 
 
 def without_rows(
@@ -226,6 +206,19 @@ def without_rows(
     gradient. `hide`: the error for reading what is computed of them, by what reads it."""
     found = OfSlice.of(name, lambda: parameter, (0,), (ranks,), values)
     return told(values, replace(found, is_held=True, holders=holders, hide=hide))
+
+
+def _note(model: nn.Module, known: Sequence[_SliceOf | _WholeOf]) -> None:
+    """Now, and after each step."""
+
+    def note() -> None:
+        for of in known:
+            parameter = of.place()
+            if parameter is not None:
+                of.note(parameter)
+
+    note()
+    after_steps(model, note)
 
 
 def _ranks_of(group: dist.ProcessGroup) -> Ranks:
@@ -356,7 +349,7 @@ def _alias(seen: dict[int, Tensor], value: Any) -> Any:
     return alias
 
 
-def _note(parameter: Tensor, what: str, value: Tensor) -> None:
+def _note_write(parameter: Tensor, what: str, value: Tensor) -> None:
     """A script exchanges the values of a slice, or of its gradient, for others."""
     if isinstance(value, Tensor) and value.shape == parameter.shape:
         with torch._C.DisableTorchFunctionSubclass():
