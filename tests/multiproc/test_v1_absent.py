@@ -60,6 +60,11 @@ def scripts_lines(rank, folder):
     with pytest.raises(UsageError, match=rf"^all_reduce: .*'{name}', which is on pipeline rank {1 - rank}"):
         dist.all_reduce(gradients[0])
     assert [w.filename for w in found] == [__file__], "once for each line that asks, and it is this one"
+    group = optimizer.param_groups[0]
+    rate, group["lr"] = group["lr"], 0.1 / sum(p.grad.square().sum().item() for p in parameters)
+    with pytest.raises(UsageError, match=r"^optimizer\.step: lr: .* computed of what this rank has alone"):
+        optimizer.step()
+    group["lr"] = rate
     for line in wrong[:2]:  # a closure is the script's code, too
         with pytest.raises(UsageError, match=f"pipeline rank {rank} has no values of it"):
             optimizer.step(line)

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from smpc.errors import UsageError
@@ -91,6 +91,13 @@ def decided(what: str, of: Any) -> UsageError:
         "(a norm, a mean, a count, a size): one process would decide by another one; sum up what all ranks have with "
         "torch.distributed.all_reduce, and take its item(), or compute it of the whole parameter of model.state_dict()"
     )
+
+
+def check_numbers(what: str, named: Mapping[str, Any]) -> None:
+    """UsageError for a number (a learning rate) that was computed of a slice alone, of which `what` says who reads it."""
+    for name, value in named.items():
+        if known_number(value) is not None:
+            raise decided(f"{what}: {name}", known_number(value))
 
 
 def tells_of_size(other: Any) -> bool:

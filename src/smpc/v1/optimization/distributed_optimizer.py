@@ -43,6 +43,7 @@ from torch.utils.hooks import RemovableHandle
 from smpc.absent.tensors import AbsentParameter, reading_gradients
 from smpc.checkpoint.stateful import LocalStateDict, Purpose, asked_by_torch
 from smpc.errors import ConfigError, ConfigTypeError, UsageError
+from smpc.nn.script_writes.slice_numbers import check_numbers
 from smpc.optimizers.gradients import check_finite, clip_by, norm_of
 from smpc.optimizers.torch_patches import is_check_of_optimizers, looks_at_others
 from smpc.sharding.tensors import as_state_of, refuse_parts
@@ -373,6 +374,8 @@ class DistributedOptimizer(ShardedNames):
         """Update this rank's parameters. Under fp16, and with sharded state, collective over all ranks."""
         if self._session is not state.job.session:
             raise ended("smp.DistributedOptimizer")
+        for group in self.optimizer.param_groups:
+            check_numbers("optimizer.step", group)
         if self._agreement is not None:
             self.tell_others(updates=True)
             agreement, self._agreement = self._agreement, None
