@@ -183,8 +183,17 @@ def read_numbers(rank, folder):
     return [line for line, (found, own) in zip(NUMBERS, pairs, strict=True) if found != pytest.approx(own)]
 
 
-def reads_alone(rank, folder):
-    """What a rank is told that takes a number alone: rank 1 waits for it to end."""
+ALONE = """
+p.norm().item()
+p[3].zero_()
+p[p > 0.5] = 0
+p.normal_()
+p.mul_(torch.ones(p.shape))
+""".strip().splitlines()
+
+
+def runs_alone(rank, folder, line):
+    """What a rank is told that runs a line alone: rank 1 waits for it to end."""
     note_parts()
     parts._WARNED_AFTER, parts._LONGEST_WAIT = 1, 1
     model = make()
@@ -193,17 +202,19 @@ def reads_alone(rank, folder):
     if rank == 0:
         with (
             pytest.warns(UserWarning, match="have not come to this line in 1 s"),
-            pytest.raises(UsageError, match=r"test_script_writes.py:\d+: expected a number .* on every rank"),
+            pytest.raises(UsageError, match=r"^<line>:1: expected a number .* on every rank"),
+            torch.no_grad(),
         ):
-            model.weight.norm().item()
+            exec(compile(line, "<line>", "exec"), {"p": model.weight, "torch": torch})
         (folder / "told").touch()
     while not (folder / "told").exists():
         time.sleep(0.1)
 
 
-def test_a_number_that_one_rank_takes_is_an_error_there(tmp_path):
+@pytest.mark.parametrize("line", ALONE)
+def test_a_line_that_one_rank_runs_is_an_error_there(tmp_path, line):
     """It waited until torch.distributed gave up, after half an hour."""
-    assert run_workers(reads_alone, 2, tmp_path) == [None, None]
+    assert run_workers(runs_alone, 2, tmp_path, line) == [None, None]
 
 
 def test_numbers_of_parts_are_those_of_one_process(tmp_path):

@@ -13,7 +13,8 @@
     rank 1    row 2  row 3                .zero_()      row 3 of a whole tensor, of which rank 1 takes its part
 
 A view of a divided tensor is noted if torch has copied it; views of such copies are, too. All ranks must run the same line, as torch asks
-of operations on DTensors. Ordinary tensors that take part (a mask, new rows) must be the same on all ranks, which is compared.
+of operations on DTensors: a rank that others leave alone with what they do together is told so (`_meet`). Ordinary tensors that take part
+(a mask, new rows) must be the same on all ranks, which is compared.
 
 What autograd records is left to torch. `_custom_op_handlers` of DTensor is the place where torch asks before each operation on one.
 """
@@ -94,9 +95,13 @@ def _handler_for(schema: Any) -> Callable[..., Any] | None:
 
 
 def _view(before: Handler | None, operation: Any, args: Arguments, kwargs: Mapping[str, Any]) -> Any:
-    result, source = _as_torch_does(before, operation, args, kwargs), args[0]
+    source = args[0]
     if not _is_untracked(source):
-        return result
+        return _as_torch_does(before, operation, args, kwargs)
+    dim = args[1] if len(args) > 1 and isinstance(args[1], int) else 0
+    if operation in _ALONG_A_DIM and any(place.is_shard(dim % source.ndim) for place in source.placements):
+        _meet(source)
+    result = _as_torch_does(before, operation, args, kwargs)
     view, several = _views.get(source), isinstance(result, (list, tuple))
     for number, made in enumerate(result if several else (result,)):
         if view is not None or not _have_one_memory(source, made):
@@ -178,7 +183,7 @@ def _gathered(value: Any) -> Any:
 
 
 def _meet(tensor: DTensor) -> None:
-    """Waits for the other ranks. UsageError if they do not come: scripts print numbers on one rank alone."""
+    """Waits for the other ranks. UsageError if they do not come: scripts print numbers, or write, on one rank alone."""
     for dim in range(tensor.device_mesh.ndim):
         arrived = torch.zeros(1, device=tensor._local_tensor.device)
         work = dist.all_reduce(arrived, group=tensor.device_mesh.get_group(dim), async_op=True)
@@ -200,8 +205,8 @@ def _is_done(work: Any, seconds: int) -> bool:
 
 def _is_alone(seconds: int) -> UsageError:
     return UsageError(
-        f"{line_of_script()}: expected a number of a tensor that ranks have in parts on all of them at once, found others that have not "
-        f"come to this line in {seconds} s; take the number on every rank, and print it on one"
+        f"{line_of_script()}: expected a number of a tensor that ranks have in parts, or a write into one, on all of them at once, found "
+        f"others that have not come to this line in {seconds} s; run the line on every rank, and print a number on one"
     )
 
 
@@ -231,6 +236,7 @@ def _write_whole(
     """Collective over the ranks that have parts."""
     target: DTensor = args[0]
     root = target if view is None else view.root
+    _meet(root)
     if draws:
         _draw_alike(root)
     rest, named = tree_map(_whole, args[1:]), tree_map(_whole, dict(kwargs))
@@ -280,6 +286,7 @@ def _check_alike(tensor: DTensor, given: list[Tensor], operation: Any) -> None:
     """UsageError unless ranks give the same ordinary tensors. Collective."""
     if not given:
         return
+    _meet(tensor)
     device, mesh = tensor._local_tensor.device, tensor.device_mesh
     own = torch.stack([digest(each).to(device) for each in given])
     told = torch.stack([own, -own])
@@ -323,6 +330,7 @@ def _have_one_memory(tensor: DTensor, other: DTensor) -> bool:
     return bool(tensor._local_tensor.untyped_storage()._cdata == other._local_tensor.untyped_storage()._cdata)
 
 
+_ALONG_A_DIM = (_ATEN.select.int, _ATEN.slice.Tensor, _ATEN.unbind.int)  # torch gathers what is divided along it
 _BY_ELEMENT = (_ATEN.copy_.default, _ATEN.masked_fill_.Scalar, _ATEN.masked_fill_.Tensor)  # torch does not say so
 _DRAWS = frozenset(
     schema.name.removeprefix("aten::")
