@@ -34,7 +34,7 @@ from smpc.tracer.environment.environment_guards import (
     GuardSource,
     is_special,
 )
-from smpc.tracer.environment.value_snapshots import Entries, Frozen, Identical, Items, freeze
+from smpc.tracer.environment.value_snapshots import Entries, Frozen, Identical, Items, freeze, users_attributes
 
 _TRUSTED = frozenset({"torch", "smpc", "numpy", *sys.stdlib_module_names}) - {"__main__"}
 _OPAQUE = frozenset(
@@ -245,7 +245,7 @@ def places_in(value: Any) -> Iterator[GuardSource]:
         for name in () if is_trusted(str(value.__module__)) else list(vars(value)):
             yield GuardSource(vars(value), name, f"attribute {name!r} of {value.__qualname__}")
     elif isinstance(value, torch.Tensor):
-        for name in list(vars(value)):
+        for name in users_attributes(value):
             yield GuardSource(vars(value), name, f"attribute {name!r} of a tensor")
     elif isinstance(value, logging.Logger):
         for name in ("level", "disabled"):

@@ -8,6 +8,7 @@ from torch import nn
 
 from smpc.compile import compile_model
 from smpc.tracer import NodeKind, record, verify
+from smpc.tracer.environment.reachable_values import places_in
 from smpc.tracer.input_guards import Answers
 
 
@@ -221,3 +222,10 @@ def test_ctc_loss_takes_lengths_that_are_tensors(reduction, flat, listed):
     [loss] = [node for node in compilation.trace.nodes if node.target.endswith("ctc_loss")]
     tables = [compilation.trace.storages[storage] for storage in loss.saved]
     assert 4 * 2 * 9 * (2 * (6 if flat else 3) + 1) in tables  # [rows, frames, 2 S + 1] floats, S labels at most
+
+
+def test_notes_of_smpc_about_a_tensor_are_no_places_that_may_change():
+    """A plan whose ranks share experts and tensors could not run: tensors were noted as slices after experts, and recorded between."""
+    tensor = torch.zeros(1)
+    tensor.scale, tensor._smpc_slice_of = 2.0, object()
+    assert [place.read() for place in places_in(tensor)] == [2.0]
