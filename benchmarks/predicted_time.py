@@ -3,8 +3,8 @@
     python benchmarks/predicted_time.py [--models gpt2 unet] [--ways 1f1b zb-h1 tp] [--steps 15] [--seconds 60] [--device FILE.toml]
 
 GPT-2, Llama, T5 and a U-Net train through `smp.step`, in every way that two ranks can share a model: two stages under each schedule,
-tensor parallelism (`tp`), replicas that hold parts (`fsdp`) or all (`ddp`) of it. Without --device the ranks calibrate first, in the same
-processes.
+tensor parallelism (`tp`), replicas that hold parts (`fsdp`) or all (`ddp`) of it. Without --device two ranks calibrate first. Each pair of
+a model and a way is a job of its own: in processes that had trained others before, steps took up to 10% longer.
 
 A step is timed from `zero_grad` to its loss, on rank 0, without the optimizer; the median of the steps within 15% of the fastest counts, as
 in the calibration. The prediction is that of `smpc compile` for the same settings, its optimizer left out. The ratio of the two is printed,
@@ -24,12 +24,15 @@ with the collectives.
 from __future__ import annotations
 
 import argparse
+import json
 import math
 import os
 import statistics
 import sys
+import tempfile
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -38,6 +41,7 @@ from torch import nn
 
 import smpc.v1 as smp
 from smpc.calibration import CalibrationRanks, calibrate
+from smpc.calibration.measure_device import to_toml
 from smpc.calibration.operations import steady
 from smpc.compile.exchange import StepSurroundings
 from smpc.compile.options import PipelineOptions
@@ -46,6 +50,7 @@ from smpc.compile.step import step_parts
 from smpc.config import Config
 from smpc.executor.host_memory.shared_peers import Peers
 from smpc.launch.job import Job, launch
+from smpc.launch.output import OutputOptions
 from smpc.partitioner.costs.device import Device
 from smpc.partitioner.costs.device_file import find_device
 
@@ -224,39 +229,59 @@ def measure(
     return steady(times[3:]), tuple(map(statistics.mean, zip(*ranks, strict=True)))
 
 
-def compare(args: Any) -> None:
-    """What every rank runs."""
+class Folder:
+    """What the jobs of a run have found, for each other."""
+
+    def __init__(self, path: str) -> None:
+        self.device, self.pace, self.steps = (str(Path(path) / name) for name in ("device.toml", "pace", "steps"))
+
+    def usual_pace(self) -> float | None:
+        """Of the calibration; None: there was none."""
+        return float(Path(self.pace).read_text()) if Path(self.pace).exists() else None
+
+    def errors(self) -> list[tuple[float, float]]:
+        """Of all steps; at the pace of the calibration, too."""
+        return [tuple(json.loads(line)) for line in Path(self.steps).read_text().splitlines()]
+
+
+def calibrate_into(folder: Folder, seconds: float) -> None:
+    """What the ranks of the first job run."""
+    ranks, pace = CalibrationRanks.here(), Pace()
+    text = to_toml(calibrate(ranks, seconds, pace.look), "this machine")
+    usual = pace.take(ranks)
+    if ranks.rank == 0:
+        Path(folder.device).write_text(text)
+        Path(folder.pace).write_text(str(usual))
+
+
+def compare(folder: Folder, name: str, way: str, device: str, steps: int) -> None:
+    """What the ranks of each other job run."""
     torch.manual_seed(0)
-    ranks = CalibrationRanks.here()
-    pace = Pace()
-    device = find_device(args.device) if args.device else calibrate(ranks, args.seconds, pace.look)
-    usual = None if args.device else pace.take(ranks)
-    errors, paced = [], []
-    for name in args.models:
-        for way in args.ways:
-            settings = {"microbatches": MICROBATCHES, "memory_weight": 0.0, **WAYS[way]}
-            measured, (used, waits, threads) = measure(MODELS[name], settings, args.steps, pace)
-            slower = pace.take(ranks) / usual if usual else math.nan
-            if ranks.rank == 0:
-                predicted, work = predict(MODELS[name], settings, device)
-                errors.append(predicted / measured - 1)
-                paced.append(slower * predicted / measured - 1)
-                print(
-                    f"{name:6} {way:17} predicted {1e3 * predicted:7.1f} ms   measured {1e3 * measured:7.1f} ms   {errors[-1]:+6.1%}   "
-                    f"pace {slower:4.2f} {paced[-1]:+6.1%}   "
-                    f"work {1e3 * work:6.1f} / {1e3 * used:6.1f} ms {work / used - 1:+6.1%}   "
-                    f"waits {1e3 * waits:5.1f}   threads {1e3 * threads:5.1f}   "
-                    f"load {os.getloadavg()[0]:.1f}",
-                    flush=True,
-                )
-    if errors:
-        for what, found in (("", errors), *([(" at the pace of the calibration", paced)] if usual else [])):
-            within = sum(abs(error) <= WITHIN for error in found)
-            median, worst = statistics.median(found), max(found, key=abs)
-            print(
-                f"{len(found)} steps{what}: median {median:+.1%}, worst {worst:+.1%}, {within} within {WITHIN:.0%}",
-                flush=True,
-            )
+    ranks, pace = CalibrationRanks.here(), Pace()
+    settings = {"microbatches": MICROBATCHES, "memory_weight": 0.0, **WAYS[way]}
+    measured, (used, waits, threads) = measure(MODELS[name], settings, steps, pace)
+    now, usual = pace.take(ranks), folder.usual_pace()
+    if ranks.rank == 0:
+        predicted, work = predict(MODELS[name], settings, find_device(device))
+        slower = now / usual if usual else math.nan
+        error, paced = predicted / measured - 1, slower * predicted / measured - 1
+        with Path(folder.steps).open("a") as file:
+            print(json.dumps([error, paced]), file=file)
+        print(
+            f"{name:6} {way:17} predicted {1e3 * predicted:7.1f} ms   measured {1e3 * measured:7.1f} ms   {error:+6.1%}   "
+            f"pace {slower:4.2f} {paced:+6.1%}   "
+            f"work {1e3 * work:6.1f} / {1e3 * used:6.1f} ms {work / used - 1:+6.1%}   "
+            f"waits {1e3 * waits:5.1f}   threads {1e3 * threads:5.1f}   "
+            f"load {os.getloadavg()[0]:.1f}",
+            flush=True,
+        )
+
+
+def summary(what: str, errors: Sequence[float]) -> str:
+    """How far off some steps are."""
+    within = sum(abs(error) <= WITHIN for error in errors)
+    median, worst = statistics.median(errors), max(errors, key=abs)
+    return f"{len(errors)} steps{what}: median {median:+.1%}, worst {worst:+.1%}, {within} within {WITHIN:.0%}"
 
 
 def main() -> int:
@@ -266,11 +291,34 @@ def main() -> int:
     parser.add_argument("--ways", nargs="+", default=list(WAYS), choices=list(WAYS))
     parser.add_argument("--seconds", type=float, default=60, help="of the calibration")
     parser.add_argument("--device", help="a .toml file, in place of a calibration")
+    parser.add_argument("--job", nargs="+", help=argparse.SUPPRESS)  # of the ranks: a folder, and what they compare
     args = parser.parse_args()
-    if "RANK" not in os.environ:
-        return launch(Job(__file__, tuple(sys.argv[1:]), num_ranks=2))
-    compare(args)
-    return 0
+    if args.job:
+        folder = Folder(args.job[0])
+        if args.job[1:]:
+            name, way = args.job[1:]
+            compare(folder, name, way, args.device, args.steps)
+        else:
+            calibrate_into(folder, args.seconds)
+        return 0
+    with tempfile.TemporaryDirectory() as path:
+        folder = Folder(path)
+        if not args.device and run_job(path, "--seconds", str(args.seconds)):
+            return 1
+        options = "--device", args.device or folder.device, "--steps", str(args.steps)
+        failed = [(name, way) for name in args.models for way in args.ways if run_job(path, name, way, *options)]
+        errors, paced = zip(*folder.errors(), strict=True)
+        print(summary("", errors))
+        if folder.usual_pace():
+            print(summary(" at the pace of the calibration", paced))
+        return len(failed)
+
+
+def run_job(*arguments: str) -> int:
+    """Two ranks of this script."""
+    return launch(
+        Job(__file__, ("--job", *arguments), num_ranks=2, output=OutputOptions(prefix=False, console="first"))
+    )
 
 
 if __name__ == "__main__":

@@ -7,11 +7,11 @@ apart to write down what they are made of.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Mapping, MutableMapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
 from typing import Any
 
 from torch import Tensor
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_iter, tree_map_only
 
 
 def rebuilt(value: Any, children: Iterable[Any]) -> Any:
@@ -37,6 +37,17 @@ def rebuilt(value: Any, children: Iterable[Any]) -> Any:
     ):  # torch.Size, torch.return_types.topk
         return tuple.__new__(cls, children)
     return cls(children)
+
+
+def tensors_in(value: Any) -> Iterator[Tensor]:
+    """The tensors in whose places `map_tensors` puts others, in its order. Nothing is copied."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, (Mapping, list, tuple)):
+        for child in value.values() if isinstance(value, Mapping) else value:
+            yield from tensors_in(child)
+    else:
+        yield from (leaf for leaf in tree_iter(value) if isinstance(leaf, Tensor))
 
 
 def map_tensors(function: Callable[[Tensor], Any], value: Any) -> Any:

@@ -4,7 +4,7 @@ import collections
 
 import torch
 
-from smpc.containers import map_tensors
+from smpc.containers import map_tensors, tensors_in
 
 
 class Scaled(collections.namedtuple("Scaled", "value calls")):
@@ -28,3 +28,17 @@ def test_tensors_are_exchanged_without_a_constructor():
     assert type(found[2]) is torch.return_types.topk
     assert found[2].values.tolist() == [2.0]
     assert value[0].value.tolist() == [2.0, 2.0], "the value itself is as it was"
+
+
+def test_tensors_are_looked_at_in_the_order_in_which_they_are_exchanged():
+    """Of mappings, tuples and pytree's own classes; one in two places comes twice. Nothing is copied."""
+    a, b, c = torch.ones(1), torch.zeros(2), torch.ones(3)
+    value = [Scaled(a), {"b": (b, None, "text"), "a": a}, collections.deque([c])]
+    exchanged = []
+    map_tensors(lambda tensor: exchanged.append(tensor) or tensor, value)
+    found = list(tensors_in(value))
+    assert (
+        [id(each) for each in found]
+        == [id(each) for each in exchanged]
+        == [id(each) for each in (value[0].value, b, a, c)]
+    )

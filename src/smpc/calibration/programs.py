@@ -6,7 +6,9 @@
     step        of one rank: what a program of one microbatch takes longer than the model by itself, less its actions. Of several: a
                 training script's step on as many stages, less messages between them as well. It has what ranks tell each other at its
                 start and at its end
-    unit        of torch's fully_shard: small blocks in parts on the ranks, beside the same blocks whole; none for one rank
+    unit        of torch's fully_shard: blocks in parts on the ranks, beside the same blocks whole; none for one rank. They are called as a
+                transformer's are, and large enough to drive out of the caches what hooks need: beside small ones hooks take a third of
+                the time
     unit_step   the same, once in a step, less its gather and its sum
     deferred    forward and backward of the probes with the gradients of parameters computed later, beside those of an ordinary
                 backward; by the FLOPs of a call, of products and of convolutions
@@ -44,9 +46,9 @@ from smpc.sample_inputs import Inputs
 from smpc.sharding import Keep, Sharded, ShardingOptions, Unit, find_units, shard
 from smpc.tracer import record
 
-_MANY = 8  # microbatches
-_WIDTH = 16
-_BLOCKS, _LAYERS = 4, 4
+_MANY, _MANY_OF_UNITS = 8, 4  # microbatches
+_WIDTH, _BLOCKS, _LAYERS = 16, 4, 4  # of small blocks
+_UNIT_WIDTH, _UNITS, _ROWS = 384, 8, 128  # of those in parts, as many as a step has
 _ROUNDS = 11
 _FIRST = 3  # steps of a script, of which the first one compiles
 _LEAST = 1e-9  # s; a curve of powers has no zero
@@ -90,6 +92,37 @@ class _SmallBlocks(nn.Module):
         """The loss."""
         for block in self.blocks:
             x = torch.relu(block(x))
+        return x.square().mean()
+
+
+class _Unit(nn.Module):
+    """A block with the arguments of a transformer's, [rows, width] to the same."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(*(nn.Linear(_UNIT_WIDTH, _UNIT_WIDTH) for _ in range(_LAYERS)))
+
+    def forward(
+        self, x: Tensor, *, mask: Tensor | None, position_ids: Tensor, position_embeddings: tuple[Tensor, Tensor]
+    ) -> Tensor:
+        """As many hidden states."""
+        out: Tensor = x + self.layers(x) * position_embeddings[0]
+        return out
+
+
+class _Units(nn.Module):
+    """Blocks in a row, [rows, width] to a loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(_Unit() for _ in range(_UNITS))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The loss."""
+        positions = torch.arange(len(x))
+        embeddings = torch.ones(len(x), 1), torch.ones(len(x), 1)
+        for block in self.blocks:
+            x = block(x, mask=None, position_ids=positions, position_embeddings=embeddings)
         return x.square().mean()
 
 
@@ -164,11 +197,12 @@ def _program_difference(
     other: Callable[[], object],
     model: nn.Module,
     timer: Callable[[], float] | None = None,
+    rounds: int = _ROUNDS,
 ) -> float:
     """Seconds of one over the other, in turns; gradients are let go of before each."""
     timer = timer or ranks.timer()
     times: tuple[list[float], list[float]] = ([], [])
-    for _ in range(_ROUNDS + 1):
+    for _ in range(rounds + 1):
         for body, noted in zip((one, other), times, strict=True):
             for parameter in model.parameters():
                 parameter.grad = None
@@ -181,14 +215,14 @@ def _program_difference(
 
 def _program_seconds_of_unit(ranks: CalibrationRanks, wires: Wires) -> tuple[float, float]:
     """Of a unit in parts, in a microbatch, and once in a step: by the clock, so that it has what ranks wait for each other."""
-    whole, divided = _SmallBlocks(), _SmallBlocks()
+    whole, divided = _Units(), _Units()
     group = [
         dist.new_group(list(range(first, first + ranks.per_host))) for first in range(0, ranks.size, ranks.per_host)
     ][ranks.rank // ranks.per_host]
     mesh = DeviceMesh.from_group(group, "cpu", mesh_dim_names=(f"calibrated_{group.group_name}",))
     units = [Unit(name, keep=Keep.STEP) for name in find_units(divided)]
     sharded = shard(divided, units, mesh, ShardingOptions(), in_step=False)
-    rows = torch.ones(4, _WIDTH)
+    rows = torch.ones(_ROWS, _UNIT_WIDTH)
 
     def step(microbatches: int, parts: Sharded | None) -> None:
         model = whole if parts is None else divided
@@ -203,10 +237,10 @@ def _program_seconds_of_unit(ranks: CalibrationRanks, wires: Wires) -> tuple[flo
 
     both = nn.ModuleList((whole, divided))
     found = [
-        _program_difference(ranks, lambda m=m: step(m, sharded), lambda m=m: step(m, None), both, time.perf_counter)  # type: ignore[misc]
-        for m in (_MANY, 1)
+        _program_difference(ranks, lambda m=m: step(m, sharded), lambda m=m: step(m, None), both, time.perf_counter, n)  # type: ignore[misc]
+        for m, n in ((_MANY_OF_UNITS, _ROUNDS), (1, _MANY_OF_UNITS * _ROUNDS))
     ]
-    unit = max(0.0, (found[0] - found[1]) / ((_MANY - 1) * len(units)))
+    unit = max(0.0, (found[0] - found[1]) / ((_MANY_OF_UNITS - 1) * len(units)))
     sent = sum(parameter.numel() for parameter in whole.parameters()) * 4 / len(units) / ranks.per_host
     exchanged = sum(
         sent / at(wires.collectives[kind], sent) for kind in (CollectiveKind.ALL_GATHER, CollectiveKind.REDUCE_SCATTER)

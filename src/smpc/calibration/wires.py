@@ -5,8 +5,9 @@
 
 A message is timed through the transport that steps use (`smpc.executor.measure.link_measurement`), a collective of replicas as torch has
 it, with the copies into and out of the buffers that it goes through, in several sizes, and those between operations as
-`smpc.executor.collectives` has them. All of them are timed where they are: what a row of products takes longer with a collective after
-each. There each rank waits until the other is done with its product as well, and none of what the other has written is in a cache.
+`smpc.executor.collectives` has them, forward and backward. All of them are timed where they are: what a row of products takes longer with
+a collective after each. There each rank waits until the other is done with its product as well, and none of what the other has written
+is in a cache. A row is as long as a step's: the fastest of shorter ones has fewer late wake-ups of threads than any step.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from torch import Tensor
 
 from smpc.calibration.operations import repeated, steady
 from smpc.calibration.ranks import CalibrationRanks
-from smpc.executor.collectives import TensorGroup, all_reduce
+from smpc.executor.collectives import TensorGroup, all_reduce, replicate_in
 from smpc.executor.measure.link_measurement import measure_wire
 from smpc.executor.transport import GlooTransport, NcclTransport, Transport
 from smpc.partitioner.costs.collectives import IN_OPERATIONS, CollectiveKind
@@ -31,9 +32,9 @@ from smpc.partitioner.costs.device import Curve, Wire
 
 _SIZES = (1 << 10, 1 << 14, 1 << 17, 1 << 20, 1 << 22)  # float32 elements
 _COPIED = 1 << 22  # float32 elements of a copy to the host
-_ROUNDS = 11
+_ROUNDS = 7
 _SIDE = 192  # of products
-_ROW, _ROW_OF_REPLICAS = 16, 4  # how many, between operations and for what is slower
+_ROW = 16  # collectives
 _LEAST = 1e-3  # of the time of such a row is for the calls between
 _TIMEOUT = datetime.timedelta(seconds=120)
 
@@ -91,11 +92,10 @@ def _collectives_on_wires(ranks: CalibrationRanks) -> dict[str, Curve]:
     found = {}
     for kind, call, factor in _collective_calls(group):
         curve = []
-        row = _ROW if kind == IN_OPERATIONS else _ROW_OF_REPLICAS
         for elements in _SIZES:
             tensor = torch.zeros(elements // ranks.per_host * ranks.per_host, device=ranks.device)
             sent = factor * 4 * tensor.numel() * (ranks.per_host - 1) / ranks.per_host
-            curve.append((sent, sent / _between_products(functools.partial(call, tensor), row, ranks)))
+            curve.append((sent, sent / _between_products(functools.partial(call, tensor), ranks)))
         curve.insert(0, (1.0, curve[0][1] / curve[0][0]))  # what is smaller takes as long as the smallest
         found[kind] = tuple(curve)
     return found
@@ -124,11 +124,16 @@ def _collective_calls(group: dist.ProcessGroup) -> Iterator[tuple[str, Callable[
         return dist.all_to_all_single(torch.empty_like(whole), whole, group=group)
 
     ours = TensorGroup.of(group)
+
+    def between_operations(whole: Tensor) -> object:
+        x = whole.detach().requires_grad_()
+        return replicate_in(all_reduce(x, ours), ours).backward(whole)  # type: ignore[no-untyped-call]
+
     yield CollectiveKind.ALL_REDUCE, reduce, 2
     yield CollectiveKind.ALL_GATHER, gather, 1
     yield CollectiveKind.REDUCE_SCATTER, scatter, 1
     yield CollectiveKind.ALL_TO_ALL, exchange, 1
-    yield IN_OPERATIONS, lambda whole: all_reduce(whole, ours), 2
+    yield IN_OPERATIONS, between_operations, 4
 
 
 def _seconds_on_wire(call: Callable[[], object], ranks: CalibrationRanks) -> float:
@@ -144,17 +149,17 @@ def _seconds_on_wire(call: Callable[[], object], ranks: CalibrationRanks) -> flo
     return ranks.most(steady(times))
 
 
-def _between_products(call: Callable[[], object], length: int, ranks: CalibrationRanks) -> float:
-    """Seconds by which a row of so many products grows for each call between them."""
+def _between_products(call: Callable[[], object], ranks: CalibrationRanks) -> float:
+    """Seconds by which a row of products grows for each call between them."""
     square = torch.ones(_SIDE, _SIDE, device=ranks.device)
 
     def row(between: Callable[[], object]) -> None:
-        for _ in range(length):
+        for _ in range(_ROW):
             square @ square
             between()
 
     apart, without = (_seconds_on_wire(functools.partial(row, body), ranks) for body in (call, lambda: None))
-    return max(apart - without, _LEAST * apart) / length
+    return max(apart - without, _LEAST * apart) / _ROW
 
 
 def assumed(bandwidth: float) -> Wire:

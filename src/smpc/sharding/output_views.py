@@ -20,27 +20,23 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from smpc.containers import map_tensors
+from smpc.containers import map_tensors, tensors_in
 
 
 def without_lost_hooks(module: nn.Module, inputs: object, output: Any) -> Any:
     """The outputs of a unit, as above. An output that comes several times stays one tensor. A forward hook, before torch's."""
     whole: set[int] = set()
     views: dict[int, dict[int, Tensor]] = {}  # by what they are views of
-
-    def note(value: Tensor) -> Tensor:
+    for value in tensors_in(output):
         if not value._is_view():
             whole.add(id(value))
         elif value.requires_grad:
             views.setdefault(id(value._base), {})[id(value)] = value
-        return value
-
-    map_tensors(note, output)
     made: dict[int, Tensor] = {}
     for base, own in views.items():
         if base not in whole:
             made.update(zip(own, _copies(list(own.values())), strict=True))
-    return map_tensors(lambda value: made.get(id(value), value), output)
+    return map_tensors(lambda value: made.get(id(value), value), output) if made else output
 
 
 def _copies(views: Sequence[Tensor]) -> list[Tensor]:
@@ -72,18 +68,10 @@ def hook_what_is_viewed(unit: Any) -> None:
 
 
 def _hook_bases(original: Callable[[Any], Any], output: Any) -> Any:
-    found: dict[int, Tensor] = {}
-    has_views = False
-
-    def note(value: Tensor) -> Tensor:
-        nonlocal has_views
-        hooked = value if value._base is None else value._base
-        has_views |= hooked is not value
-        found[id(hooked)] = hooked
-        return value
-
-    map_tensors(note, output)
+    values = list(tensors_in(output))
+    found = [value if value._base is None else value._base for value in values]
+    has_views = any(hooked is not value for hooked, value in zip(found, values, strict=True))
     if not has_views or torch._C._are_functorch_transforms_active():
         return original(output)
-    original([tensor for tensor in found.values() if tensor.requires_grad])
+    original([tensor for tensor in {id(hooked): hooked for hooked in found}.values() if tensor.requires_grad])
     return output
