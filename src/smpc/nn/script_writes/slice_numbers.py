@@ -6,17 +6,21 @@
     if scale > 0.5: ...                       UsageError: one process would decide by the whole
     torch.tensor(scale)                       an ordinary tensor, to be summed over ranks
     weight.shape[0] ** -0.5                   SliceNumber, too: the slice has fewer rows
+    1 / weight.numel()                        the same
+    if weight.numel() > 4096: ...             UsageError if 4096 is between the slice's and the whole's
     torch.empty(weight.shape)                 as any size
 
 `float(norm)`, functions of `math`, copies and files have ordinary numbers, of which nothing is known. Those that differ between ranks
-are found when ranks compare (`compared`). Sizes of equal slices do not, so `math.sqrt(weight.shape[0])` is an error. Comparisons with zero
-or next to it, infinity, and what was computed, tell nothing of a size, and are any.
+are found when ranks compare (`compared`). Sizes of equal slices do not, so `math.sqrt(weight.shape[0])` is an error. (Python does not tell
+a size of `0.5 * weight.shape[0]`: the number on the left is asked.) Comparisons with zero or next to it, infinity, and what was computed,
+tell nothing of a size, and are any.
 """
 
 from __future__ import annotations
 
 import functools
 import math
+import operator
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -50,19 +54,20 @@ class SliceNumber(float):
 
 
 class SliceInt(int):
-    """The same of whole numbers: counts, places, and sizes along a slice's rows."""
+    """The same of whole numbers: counts, places, and sizes along a slice's rows. `slices`: of a size, how many make up the whole."""
 
     of: Any
+    slices: int
 
     def __new__(cls, value: int) -> Any:
         """An ordinary number."""
         return int(value)
 
     @classmethod
-    def told(cls, value: int, of: Any) -> SliceInt:
+    def told(cls, value: int, of: Any, slices: int = 1) -> SliceInt:
         """A number that was computed of a slice alone."""
         found = int.__new__(cls, value)
-        found.of = of
+        found.of, found.slices = of, slices
         return found
 
     def __float__(self) -> float:
@@ -133,6 +138,21 @@ def _deciding(base: type, name: str) -> Callable[..., Any]:
     return decide
 
 
+def _deciding_by_size(name: str) -> Callable[..., Any]:
+    original: Callable[..., Any] = getattr(int, f"__{name}__")
+    compare: Callable[[Any, Any], bool] = getattr(operator, name)
+
+    @functools.wraps(original)
+    def decide(self: Any, other: Any) -> Any:
+        if isinstance(other, int | float) and known_number(other) is None:
+            own = int.__index__(self)
+            if compare(own, other) != compare(own * self.slices, other):
+                raise decided(f"a comparison with {other}", self.of)
+        return original(self, other)
+
+    return decide
+
+
 _OF_ONE = ("neg", "pos", "abs", "round", "floor", "ceil", "trunc")
 _OF_TWO = ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow")
 for _base, _kind in ((float, SliceNumber), (int, SliceInt)):
@@ -140,3 +160,4 @@ for _base, _kind in ((float, SliceNumber), (int, SliceInt)):
         setattr(_kind, f"__{_name}__", _reckoning(_base, f"__{_name}__"))
 for _name in ("lt", "le", "gt", "ge"):
     setattr(SliceNumber, f"__{_name}__", _deciding(float, f"__{_name}__"))
+    setattr(SliceInt, f"__{_name}__", _deciding_by_size(_name))
