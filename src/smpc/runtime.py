@@ -115,7 +115,8 @@ class RankPrograms:
         _apply_torch_compile(self.stages, program, model)
         labels = _labels_in_runtime_errors(compilation.trace)
         made = hooks(self.stages)  # may replace the model's parameters
-        trains = _summing_in_runtime(made, self.stages, compilation, model)
+        self.hooks = trains = _summing_in_runtime(made, self.stages, compilation, model)
+        self.summed = frozenset(() if compilation.context is None else compilation.context.sharded.summed)
         parameters = shared_parameters(model, program)
         shards = _shards_of(made)
         modules = self.stages if shards is None else shards.modules(self.stages)
@@ -358,6 +359,15 @@ class Runtime:
         yield from self._transport.held()
         for own in () if self._optimizer is None else self._optimizer.state.values():
             yield from (value for value in own.values() if isinstance(value, Tensor))
+
+    @property
+    def hooks(self) -> StepHooks | None:
+        """Those of training steps of the first program; None before it is installed, and without replicas."""
+        return self._programs[0].hooks if self._programs else None
+
+    def sums_like_first(self, program: int) -> bool:
+        """Whether gradients of the same parameters are summands on ranks that share sequences, as in the first program."""
+        return self._programs[program].summed == self._programs[0].summed
 
     def did_not_train(self) -> None:
         """Notes that the last training step did no backward."""

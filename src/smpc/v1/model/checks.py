@@ -175,11 +175,6 @@ def check_join(options: Mapping[str, Any], session: Session) -> None:
             "join: with shard_optimizer_state, replicas need each other's updates in every step; give all replicas as many batches, or "
             "leave shard_optimizer_state out"
         )
-    if session.mesh.cp_size > 1:
-        raise ConfigUnsupportedError(
-            "join: with context_parallel_degree above 1, ranks need each other's slices in every step; give all as many batches, or leave "
-            "context_parallel_degree out"
-        )
     if session.mesh.ep_size > 1:
         raise ConfigUnsupportedError(
             "join: with expert_parallel_degree above 1, ranks need each other's experts in every step, and a script that is over does not "

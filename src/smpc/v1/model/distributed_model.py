@@ -462,7 +462,8 @@ class DistributedModel(ShownModel, TensorParallelModel, ObservedModel, NotWrappe
         if context.session.is_sharded:
             single = self._runner.single
             follow = None if single is None else single.follow
-            join = JoinOfParts(context, lambda: self._replication.shards, follow, partition, options)
+            hooks = (lambda: self._replication.shards) if pipeline is None else (lambda: pipeline.hooks)
+            join = JoinOfParts(context, hooks, follow, partition, options)
         else:
             join = JoinOfWholes(context, lambda: self._replication.replicas, partition, options)
         with join.around():

@@ -10,6 +10,8 @@ Terms
     phase       what a rank is about to do: begin a step, end it, ... ; before anything that replicas do together, the ranks that hold the
                 same stage exchange phases
     source      the last one of the replicas that are not over: its buffers count
+    alike       ranks that are given the same batches, or compute together: those of a tensor- or context-parallel group. They are over at
+                the same step
     shadowing   what a rank does whose replica is over: it does the others' part of each phase, with gradients of zero, until all are over
 
     phase          ranks that train                     ranks that are over
@@ -20,6 +22,8 @@ Terms
                    them reduced; the verdict
     UNTRAINED      nothing: the step did no backward    nothing
     LEFT           raise NonFiniteLossError out of join raise it too
+    BATCH          compare batches in a context-        nothing
+                   parallel group
 
 In the end all have the parameters, buffers and optimizer state of the last replica that was over. As in DistributedDataParallel.join,
 gradients are divided by the number of all replicas, or of those that are not over; gradients that a replica has accumulated but not
@@ -44,7 +48,7 @@ from torch import Tensor
 
 from smpc.errors import NonFiniteLossError, SmpcError, StepError, UsageError
 from smpc.executor import StageReplicas
-from smpc.mesh import Axis
+from smpc.mesh import Axis, Mesh
 from smpc.v1.session.process_state import Session
 from smpc.v1.steps.context import StepContext
 from smpc.v1.steps.results import agree, describe_verdict
@@ -63,6 +67,7 @@ class JoinPhase(IntEnum):
     EVALUATION = 25
     ACT = 26
     MEETING = 27
+    BATCH = 28
 
 
 class SharedOptimizer(Protocol):
@@ -100,6 +105,7 @@ class Join(ABC):
     """
 
     holds_parts = False  # of parameters
+    is_followed = False  # whether ranks that are over go on with their parts
 
     def __init__(
         self,
@@ -114,6 +120,7 @@ class Join(ABC):
         members = session.mesh.group(Axis.DP, session.rank)
         self._position = members.index(session.rank)
         self._replica_of = [session.mesh.rdp_rank(member) for member in members]
+        self._alike = _numbers_of_alike(session.mesh, members)
         self._has_shadowed = False
         self._error: SmpcError | None = None  # the error that all ranks raise, with no transfer in progress
         self._verdict = 0
@@ -144,6 +151,10 @@ class Join(ABC):
     def begin_partition(self) -> None:
         """Before the first program of all is made."""
         self._guarded(lambda: self._announce(JoinPhase.PARTITION))
+
+    def begin_batch(self) -> None:
+        """Before ranks that are alike compare their batches. StepError on all ranks if one of them is over."""
+        self._guarded(lambda: self._announce(JoinPhase.BATCH))
 
     @abstractmethod
     def begin_step(self, *, trains: bool) -> None:
@@ -212,7 +223,7 @@ class Join(ABC):
                 "join: expected the others to need no other ranks when this one ran out of data, found that they save, or gather state; do "
                 "that after join, or while all have data"
             )
-        if self._error is None:
+        if self._error is None and active[0] != JoinPhase.BATCH:
             self._take_part(active[0], phases)
         return self._error is None
 
@@ -236,7 +247,7 @@ class Join(ABC):
 
     def _announce(self, phase: JoinPhase) -> list[int]:
         phases = self._exchange(phase)
-        over = sorted({r for r, other in zip(self._replica_of, phases, strict=True) if other == JoinPhase.OVER})
+        over = sorted({r for r, other in zip(self._alike, phases, strict=True) if other == JoinPhase.OVER})
         wrong = self._contradiction(phases, over)
         if wrong is not None:
             raise wrong
@@ -249,15 +260,15 @@ class Join(ABC):
 
     def _contradiction(self, phases: list[int], over: Iterable[int]) -> StepError | None:
         """The error, the same on all ranks, for ranks in different phases."""
-        parted = [r for r, phase in zip(self._replica_of, phases, strict=True) if r in over and phase != JoinPhase.OVER]
+        parted = [r for r, phase in zip(self._alike, phases, strict=True) if r in over and phase != JoinPhase.OVER]
         if parted:
             return StepError(
-                f"join: of the tensor-parallel ranks of replica {parted[0]} some ran out of data and some have not; they compute together, "
-                "so give them as many batches"
+                f"join: of the tensor- and context-parallel ranks of replica {parted[0]} some ran out of data and some have not; they "
+                "compute together, so give them as many batches"
             )
         active = {phase for phase in phases if phase != JoinPhase.OVER}
         if len(active) > 1:
-            kinds = [f"replica {r}: {_phase_as_text(phase)}" for r, phase in zip(self._replica_of, phases, strict=True)]
+            kinds = [f"replica {r}: {_phase_as_text(phase)}" for r, phase in zip(self._alike, phases, strict=True)]
             return StepError(
                 f"join: the replicas do different things, {', '.join(kinds)}; give join the same arguments on all ranks, and run the same "
                 "step functions in the same order, as far as each replica's data go"
@@ -361,6 +372,15 @@ def share_state(optimizer: SharedOptimizer, group: dist.ProcessGroup, source: in
             optimizer.state[parameter] = received
 
 
+def _numbers_of_alike(mesh: Mesh, members: Sequence[int]) -> list[int]:
+    """For each rank, the number of those that it is alike with."""
+    if mesh.cp_size == 1:
+        return [mesh.rdp_rank(member) for member in members]
+    first = {rank: group[0] for group in mesh.groups(Axis.CP) for rank in group}
+    numbers = {rank: number for number, rank in enumerate(sorted({mesh.rdp_rank(first[m]) for m in members}))}
+    return [numbers[mesh.rdp_rank(first[member])] for member in members]
+
+
 class _TensorLike:
     """The description of a tensor for other ranks."""
 
@@ -387,6 +407,7 @@ def _phase_as_text(phase: int) -> str:
         JoinPhase.EVALUATION: "begins a step without gradients",
         JoinPhase.ACT: "updates, clips or clears gradients",
         JoinPhase.MEETING: "saves, or gathers state",
+        JoinPhase.BATCH: "has a batch",
     }
     options = phase - JoinPhase.ENTER
     entered = f"join(divide_by_initial_world_size={bool(options & 1)}, throw_on_early_termination={bool(options & 2)})"

@@ -68,7 +68,7 @@ class JoinOfParts(Join):
         super().__init__(context, partition, options)
         self._hooks, self._follow_calls = hooks, follow
         self._seen: list[int | None] | None = None  # digests after the last step or act
-        self._was_followed = self._acts = False
+        self.is_followed = self._acts = False
 
     @contextlib.contextmanager
     def around(self) -> Iterator[None]:
@@ -128,16 +128,16 @@ class JoinOfParts(Join):
     def _lead(self, phases: list[int], *act: Any) -> tuple[Any, ...]:
         """What ranks that are over need for a phase; the act that the source has told. May leave an `error`. Collective."""
         active = {r for r, phase in zip(self._replica_of, phases, strict=True) if phase != JoinPhase.OVER}
-        self._was_followed = any(phase == JoinPhase.OVER for phase in phases)
-        if self._was_followed:
+        self.is_followed = any(phase == JoinPhase.OVER for phase in phases)
+        if self.is_followed:
             self._check_unchanged()
             if self._error is not None:
                 return act
             act = self._share(max(active), is_over=phases[self._position] == JoinPhase.OVER, act=act)
         shards = self._shards()
         if shards is not None:
-            divisor = None if self._divides_by_all or not self._was_followed else len(active)
-            shards.join(Joined(max(active), divisor, self._was_followed))
+            divisor = None if self._divides_by_all or not self.is_followed else len(active)
+            shards.join(Joined(max(active), divisor, self.is_followed))
         return act
 
     def _check_unchanged(self) -> None:
@@ -279,7 +279,7 @@ class JoinOfParts(Join):
     def _finish(self, optimizer: SharedOptimizer | None) -> None:
         """Once all are over: the last replica's buffers for all."""
         last = self._exchange(int(not self._has_shadowed))
-        if self._was_followed:
+        if self.is_followed:
             self._check_unchanged()
         shards = self._shards()
         if self._error is None and shards is not None:

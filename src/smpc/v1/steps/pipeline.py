@@ -249,6 +249,11 @@ class Pipeline:
         assert self.first is not None, "the model is partitioned by the first step"
         return self.first.plan
 
+    @property
+    def hooks(self) -> StepHooks | None:
+        """See `Runtime.hooks`."""
+        return self._runtime.hooks
+
     def own_modules(self) -> tuple[str, ...]:
         """The modules that are wholly on this rank, without their submodules."""
         return tuple(name for stage in self.plan.stages if stage.rank == self._control.rank for name in stage.modules)
@@ -269,6 +274,8 @@ class Pipeline:
         with supervision.step():
             if join is not None and self.first is None:
                 join.begin_partition()
+            elif join is not None and context.sequences is not None:
+                join.begin_batch()
             try:
                 program, request = self._begin(body, own)
             except AGREED as error:
@@ -326,6 +333,12 @@ class Pipeline:
         self._phase = f"step function {body.name}, program {program}"
         if self._context.sequences is not None:
             self._context.sequences.begin_step(recording.trace)
+        join = self._context.join
+        if trains and join is not None and join.is_followed and not self._runtime.sums_like_first(program):
+            raise StepError(
+                f"join: expected step function {body.name} to divide sequences for the same parameters as in the first step, as replicas "
+                "that ran out of data follow it with fully_shard, found others for these sizes; pad sequences to one length"
+            )
         form = memory.arguments
         assert form is not None, "the header brings it"
         if request is not None and not self._is_last:
