@@ -28,6 +28,7 @@ p.uniform_(-1 / p.size(1) ** 0.5, 1 / p.size(1) ** 0.5); p.view(p.shape[0], -1).
 p.copy_(torch.from_numpy(p.numpy() * 2)); p.copy_(torch.tensor(p.tolist()) * 0.5)
 for row in p: row.div_(row.norm())
 if p.numel() > 1 and p.shape[0] >= 2 and p.size(0) < 1e6 and p.shape[0] > 0: p.mul_(0.5)
+assert sum(q.numel() for q in ps) / 1e6 < 0.5 < p.numel() / p.grad.numel(); p.mul_(0.5)
 flat = torch.empty(sum(q.numel() for q in ps)); flat[:p.numel()] = p.view(-1); p.copy_(flat[:p.numel()].view_as(p) * 0.5)
 if float(p.grad.norm()) > 0 and not p.isnan().any(): p.grad.mul_(0.5)
 p.sub_(p.grad); f"{p.norm():.3f} {p.numel() / 1e6:.1f}M {100 * p.norm().item():g}"; p.sub_(p.grad.sign(), alpha=1e-3)

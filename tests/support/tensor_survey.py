@@ -4,8 +4,8 @@ Ranks are threads. A model is right if the loss and every gradient are those of 
 fp32, or else within 1e-9 in fp64. Only there can rounding be told from a fault: gradients that cancel out, such as those of a bias before
 a norm, are nothing but rounding in fp32. A model that computes in fp32 even then (norms, rotary tables) rounds there: within 1e-6.
 Some models magnify rounding without bounds, such as batch norms over two values: what no precision tells is "right to rounding", if no
-tensor is off by more than ten times what it changes by in one process when the last bit of every weight does. What is off in fp32 and
-gives no numbers in fp64 is "undecided".
+tensor is off by more than ten times what it changes by in one process when the last bit of every weight does, that of fp32 where the model
+itself computes in fp32. What is off in fp32 and gives no numbers in fp64 is "undecided".
 What draws random numbers is left out: threads share one generator.
 """
 
@@ -94,16 +94,19 @@ def _largest(errors):
     return max(errors.items(), key=lambda item: item[1])
 
 
-def is_rounding(model, batch, errors, tolerance):
-    """Whether every tensor that is off by more than `tolerance` is so in one process, too, when the last bits of the weights change."""
+def is_rounding(model, batch, errors, tolerance, dtype=torch.float64):
+    """Whether every tensor that is off by more than `tolerance` is so in one process, too, when the last bits of the weights change.
+
+    `dtype`: whose last bits.
+    """
     wanted, own = _results(copy.deepcopy(model), batch), dict.fromkeys(errors, 0.0)
     generator = torch.Generator().manual_seed(0)
     for _ in range(CHANGES):
         changed = copy.deepcopy(model)
         for parameter in changed.parameters():
             up = torch.rand(parameter.shape, generator=generator) < 0.5
-            limits = torch.where(up, math.inf, -math.inf).to(parameter.dtype)
-            parameter.data = torch.nextafter(parameter.data, limits)
+            limits = torch.where(up, math.inf, -math.inf).to(dtype)
+            parameter.data = torch.nextafter(parameter.data.to(dtype), limits).to(parameter.dtype)
         for name, error in all_errors(_results(changed, batch), wanted).items():
             own[name] = max(own[name], error)
     allowed = {name: TIMES_ROUNDING * change if math.isfinite(change) else 0.0 for name, change in own.items()}
@@ -195,7 +198,9 @@ def _judged_in(dtype, name, case, degree):
     tolerance = WITH_FLOAT32 if dtype is torch.float64 and result.narrow else TOLERANCES[dtype]
     if result.error <= tolerance:
         verdict = "right"
-    elif dtype is torch.float64 and is_rounding(model, batch, result.errors, tolerance):
+    elif dtype is torch.float64 and is_rounding(
+        model, batch, result.errors, tolerance, torch.float32 if result.narrow else dtype
+    ):
         verdict = "right to rounding"
     else:
         verdict = f"wrong: {result.name} by {result.error:.1e} in {dtype}"

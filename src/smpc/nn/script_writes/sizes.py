@@ -50,7 +50,11 @@ class WithSizes(Tensor):
         whole = self._whole_size(of, found)
         if whole is not None:
             return whole.numel()
-        return SliceInt.told(found.numel(), of, of.num_slices) if dims_of(self, of) else found.numel()
+        if not dims_of(self, of):
+            return found.numel()
+        own = SliceInt.told(found.numel(), of, of.num_slices)
+        own.counts = True
+        return own
 
     def _whole_size(self, of: OfSlice, sizes: torch.Size) -> torch.Size | None:
         return whole_shape(of.drawn_as(self)) if of.is_held and sizes == of.size else None

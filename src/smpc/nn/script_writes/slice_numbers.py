@@ -8,6 +8,7 @@
     weight.shape[0] ** -0.5                   SliceNumber, too: the slice has fewer rows
     1 / weight.numel()                        the same
     if weight.numel() > 4096: ...             UsageError if 4096 is between the slice's and the whole's
+    if count / total > 0.5: ...               any, of counts of elements: scripts print and check what a rank has
     torch.empty(weight.shape)                 as any size
 
 `float(norm)`, functions of `math`, copies and files have ordinary numbers, of which nothing is known. Those that differ between ranks
@@ -31,9 +32,10 @@ _TINY = 1e-5  # up to here numbers keep others from being divided by zero
 
 
 class SliceNumber(float):
-    """See above."""
+    """See above. `counts`: it was computed of how many elements there are."""
 
     of: Any
+    counts = False
 
     def __new__(cls, value: float) -> Any:
         """An ordinary number: what is made by a number's class is not of a slice."""
@@ -58,6 +60,7 @@ class SliceInt(int):
 
     of: Any
     slices: int
+    counts = False
 
     def __new__(cls, value: int) -> Any:
         """An ordinary number."""
@@ -94,7 +97,8 @@ def decided(what: str, of: Any) -> UsageError:
     return UsageError(
         f"{what}: expected a number that one process would have, too, found one that was computed of {of.alone} "
         "(a norm, a mean, a count, a size): one process would decide by another one; sum up what all ranks have with "
-        "torch.distributed.all_reduce, and take its item(), or compute it of the whole parameter of model.state_dict()"
+        "torch.distributed.all_reduce, and take its item(), or compute it of the whole parameter of model.state_dict(); if the size of "
+        "this rank's slice is meant, take int(weight.numel())"
     )
 
 
@@ -121,7 +125,10 @@ def _reckoning(base: type, name: str) -> Callable[..., Any]:
         found = original(self, *others)
         if found is NotImplemented and isinstance(others[0], float) and base is int:
             found = getattr(float, name)(float(int.__index__(self)), others[0])
-        return number_of(found, self.of)
+        made = number_of(found, self.of)
+        if self.counts and known_number(made) is not None:
+            made.counts = True
+        return made
 
     return reckon
 
@@ -131,7 +138,7 @@ def _deciding(base: type, name: str) -> Callable[..., Any]:
 
     @functools.wraps(original)
     def decide(self: Any, other: Any) -> Any:
-        if tells_of_size(other):
+        if not self.counts and tells_of_size(other):
             raise decided(f"a comparison with {other}", self.of)
         return original(self, other)
 
