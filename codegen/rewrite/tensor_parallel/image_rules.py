@@ -6,7 +6,7 @@ For conv2d(x[N, C, H, W], w[O, C / g, h, w], b[O]) in g groups:
     S(0)   B      B      S(0)      each rank some of the samples
     B      S(0)   S(0)   S(1)      g = 1: each rank some of the filters
     S(1)   S(1)   P      P         g = 1: ... some of the channels that they look at
-    S(1)   S(0)   S(0)   S(1)      the ranks divide g: each rank some of the groups
+    S(1)   S(0)   S(0)   S(1)      the ranks divide g: each rank some of the groups (not one, if kernels are longer than the input)
     B      S(0|)  S(0|)  S(1|)     they do not: each rank some of the filters of every group, a block of O / g for each
     S(1|)  S(1)   P      P         ... some of the channels of every group, blocks of C / g
 
@@ -69,12 +69,19 @@ def _convolution(facts: Facts, node: Node) -> Iterator[Strategy]:
     if groups == 1:
         yield from facts.along(node, {weight: out, **dict.fromkeys(rest, 0)}, 1, facts.shape(weight)[out])
         yield from facts.along(node, {x: 1, weight: own}, None, channels, dict.fromkeys(rest, PARTIAL))
-    elif groups % facts.num_pieces == 0:
+    elif groups % facts.num_pieces == 0 and not _is_unsafe_alone(facts, x, weight, groups):
         is_by_channel = groups == channels == facts.shape(node.name)[1]
         ways = facts.along(node, {x: 1, weight: 0, **dict.fromkeys(rest, 0)}, 1, channels)
         yield from (way for way in ways if is_by_channel or not way.output.blocks)
     elif groups % facts.degree:
         yield from _inside_groups(facts, node, groups, out, names)
+
+
+def _is_unsafe_alone(facts: Facts, x: str, weight: str, groups: int) -> bool:
+    """Whether a rank would have one group, whose kernel is longer than the input: without groups, oneDNN's backward of such a convolution
+    writes beyond its memory (torch 2.13, fp32 on CPUs: gradients of inf, or the end of the process)."""
+    sizes = zip(facts.shape(weight)[2:], facts.shape(x)[2:], strict=True)
+    return groups == facts.degree and any(kernel > size for kernel, size in sizes)
 
 
 def _inside_groups(facts: Facts, node: Node, groups: int, out: int, names: tuple[str, ...]) -> Iterator[Strategy]:

@@ -45,6 +45,12 @@ OPERATIONS = {
     "conv_transpose2d in 3 groups": (
         lambda x, w: F.conv_transpose2d(x, w, groups=3), [(2, 12, 6, 6), (12, 2, 3, 3)], {"S(0)", "S(1|2,2,2)", "P"},
     ),
+    "conv2d longer than its input, a group for each rank": (
+        lambda x, w: F.conv2d(x, w, padding=(4, 0), groups=2), [(2, 2, 4, 3), (2, 1, 9, 1)], {"S(0)"},
+    ),
+    "conv2d longer than its input, several groups for each rank": (
+        lambda x, w: F.conv2d(x, w, padding=(4, 0), groups=4), [(2, 4, 4, 3), (4, 1, 9, 1)], {"S(0)", "S(1)"},
+    ),
     "conv1d in 3 groups of one filter": (
         lambda x, w: F.conv1d(x, w, groups=3), [(2, 6, 6), (3, 2, 3)], {"S(0)", "P"},
     ),
