@@ -1,7 +1,9 @@
 """Sessions of two processes that find each other by themselves: one after another, and optimizers that differ between the ranks."""
 
+import gc
 import os
 import socket
+import weakref
 
 import pytest
 import torch
@@ -105,6 +107,37 @@ def check_stale(models):
 def test_sessions_one_after_another():
     """The second smp.init waited for ever: torch's keys of the first one were still in the store."""
     assert_ranks_end_well(one_after_another)
+
+
+def lets_go(rank):
+    """Models of each kind, one after another: nothing keeps them when their session has ended."""
+    gc.unfreeze()  # what tests have imported before
+    replicas = {"pipeline_parallel_degree": 1, "ddp": True}
+    for degrees in (
+        {"pipeline_parallel_degree": 2},
+        replicas,
+        replicas | {"fully_shard": True},
+        replicas | {"tensor_parallel_degree": 2},
+        replicas | {"tensor_parallel_degree": 2, "tensor_parallel_plan": "auto", "prescaled_batch": True},
+        replicas | {"context_parallel_degree": 2},
+    ):
+        smp.init({"microbatches": MB, **degrees})
+        with smp.tensor_parallelism("tensor_parallel_degree" in degrees and "tensor_parallel_plan" not in degrees):
+            module = make_module()
+        model = smp.DistributedModel(module)
+        optimizer = smp.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+        train(model, optimizer)
+        seen = weakref.ref(module), weakref.ref(next(iter(model.local_parameters())))
+        smp.shutdown()
+        del module, model, optimizer
+        gc.collect()
+        assert [each() for each in seen] == [None, None], degrees
+
+
+@pytest.mark.long
+def test_models_are_let_go_of_after_their_session():
+    """A model of tensor parallelism stayed in memory until the process ended: what fills its slices knew it."""
+    assert_ranks_end_well(lets_go)
 
 
 def by_class(rank, parameters):

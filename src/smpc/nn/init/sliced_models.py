@@ -6,6 +6,7 @@ import functools
 import weakref
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -25,7 +26,7 @@ from smpc.sharding.tensors import local, own_part_of_sharded, sharded_like
 _rows: weakref.WeakKeyDictionary[nn.Module, tuple[Mapping[str, tuple[int, range]], TensorGroup]] = (
     weakref.WeakKeyDictionary()
 )  # of models whose rows one group has, before another cuts these
-ShapeOf = Callable[[str, Tensor], tuple[torch.Size, bool]]
+ShapeOf = Callable[[str, Tensor], tuple[torch.Size, bool] | None]
 
 
 def _as_it_is(name: str, parameter: Tensor) -> tuple[torch.Size, bool]:
@@ -35,10 +36,15 @@ def _as_it_is(name: str, parameter: Tensor) -> tuple[torch.Size, bool]:
 def note_sliced(
     model: nn.Module, layouts: Mapping[str, Layout], group: TensorGroup, shape_of: ShapeOf = _as_it_is
 ) -> None:
-    """Ranks of `group` have slices of a model's parameters, by name; of others all. `shape_of`: a slice, and whether this rank has it."""
+    """Ranks of `group` have slices of a model's parameters, by name; of others all. `shape_of`: a slice, and whether this rank has it; None
+    once nobody knows. It must not keep the model, which is kept here no longer than elsewhere.
+    """
 
-    def whole_of(name: str, tensor: Tensor) -> WholeTensor:
-        shape, has_part = shape_of(name, tensor)
+    def whole_of(name: str, tensor: Tensor) -> WholeTensor | None:
+        found = shape_of(name, tensor)
+        if found is None:
+            return None
+        shape, has_part = found
         layout = layouts.get(name, REPLICATED)
 
         def cut(whole: Tensor) -> Tensor:
@@ -56,10 +62,11 @@ def note_sliced(
 
 def note_distributed(model: nn.Module, group: TensorGroup) -> None:
     """Ranks of `group` have slices of the parameters of a model's distributed modules; of others all."""
+    seen = weakref.ref(model)
 
     def whole_of(name: str, tensor: Tensor) -> WholeTensor | None:
         prefix, _, own = name.rpartition(".")
-        owner = model.get_submodule(prefix)
+        owner = cast(nn.Module, seen()).get_submodule(prefix)  # which has the tensor
         shard = owner.shards.get(own) if isinstance(owner, DistributedModule) else None
         if not tensor.numel():
             return None  # it is on other ranks

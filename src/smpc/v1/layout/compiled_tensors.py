@@ -23,6 +23,8 @@ They start from the parameters, buffers and random state of the group's first ra
 from __future__ import annotations
 
 import dataclasses
+import functools
+import weakref
 from collections.abc import Mapping
 
 import torch
@@ -115,7 +117,7 @@ class CompiledTensors:
             parameter.data = values if layout is None else slice_of(values, layout, group).clone()
             del values  # before the next one comes
         placement.apply()
-        note_sliced(self._module, layouts, group, lambda name, _: (placement.shape(name), placement.is_local(name)))
+        note_sliced(self._module, layouts, group, functools.partial(_shape_in, weakref.ref(placement)))
         broadcast([b for name, b in self._module.named_buffers() if placement.is_local(name)], group.process_group)
 
     def _agree(self, trace: Trace, placement: Placement) -> None:
@@ -184,3 +186,9 @@ def _check_none_distributed(module: nn.Module) -> None:
             f"tensor_parallel_plan: expected a model without distributed modules, which communicate by themselves, found {found[0]} and "
             f"{len(found) - 1} more; leave out smp.tensor_parallelism, or set tensor_parallel_plan: {MODULES}"
         )
+
+
+def _shape_in(placement: weakref.ref[Placement], name: str, _: Tensor) -> tuple[torch.Size, bool] | None:
+    """See `smpc.nn.init.sliced_models.note_sliced`."""
+    found = placement()
+    return None if found is None else (found.shape(name), found.is_local(name))
