@@ -307,6 +307,8 @@ def main() -> int:
             return 1
         options = "--device", args.device or folder.device, "--steps", str(args.steps)
         failed = [(name, way) for name in args.models for way in args.ways if run_job(path, name, way, *options)]
+        if len(failed) == len(args.models) * len(args.ways):
+            return len(failed)
         errors, paced = zip(*folder.errors(), strict=True)
         print(summary("", errors))
         if folder.usual_pace():

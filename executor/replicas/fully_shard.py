@@ -47,6 +47,7 @@ from smpc.executor.replicas.apart import ExpertsApart, make_equal
 from smpc.executor.replicas.data_parallel import broadcast
 from smpc.sharding import Keep, OutsideUses, Sharded, ShardingOptions, Unit, shard
 from smpc.sharding.same_blocks import IDLE, START, TRAINED, SameBlocks
+from smpc.sharding.shard import check_gradients_of_parts
 from smpc.sharding.whole_parameters import WholeParameters
 
 
@@ -140,6 +141,8 @@ class StageShards:
         self._first: dict[int, int] = {}
         self._waits: dict[int, set[int]] = {}  # by that one, the stages whose last backward is still to come
         for members in _stages_sharing_shards(stages):
+            for index in members:
+                check_gradients_of_parts(stages[index], self._wholes.all())  # by the names that they have in the model
             root = _ShardedRoot([stages[index] for index in members], apart)
             make_equal([root], group, apart)
             self._roots.update(dict.fromkeys(members, root))

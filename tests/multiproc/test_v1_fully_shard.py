@@ -4,10 +4,10 @@ import pytest
 import torch
 from executor_harness import run_workers
 from torch.distributed.tensor import DTensor
-from v1_harness import batches, evaluate, feed, start, train_step
+from v1_harness import FOR_THE_STEP, batches, evaluate, feed, start, train_step
 
 import smpc.v1 as smp
-from smpc.errors import ConfigUnsupportedError
+from smpc.errors import ConfigUnsupportedError, PeerError
 from smpc.sharding.tensors import whole
 
 # (model, schedule, whether blocks are checkpointed); of gpt2_tied both pipeline ranks hold the embedding
@@ -97,6 +97,20 @@ def test_training_is_that_of_whole_parameters(tmp_path):
 @pytest.mark.slow
 def test_training_is_that_of_whole_parameters_of_every_kind(tmp_path):
     check(tmp_path, OTHERS)
+
+
+def hooked(rank, folder):
+    module, model, _, kwargs = start("gpt2", world=4, config=FOR_THE_STEP)
+    module.transformer.wte.weight.register_hook(lambda grad: grad)
+    said = r"fully_shard: transformer\.wte\.weight has a hook on its gradient"
+    with pytest.raises((ConfigUnsupportedError, PeerError), match=said):
+        train_step(model, feed(batches(kwargs)[0]), 1.0)
+
+
+@pytest.mark.long
+def test_a_hook_on_a_gradient_is_refused_by_the_name_in_the_model(tmp_path):
+    """It was named after the modules that hold a rank's stages."""
+    run_workers(hooked, 4, tmp_path)
 
 
 def saved_and_loaded(rank, folder):
