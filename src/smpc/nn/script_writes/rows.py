@@ -22,7 +22,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -114,14 +113,9 @@ class OfSlice:
         return f"what this rank has alone, without {self.name!r}, which is {self.holders}"
 
     @property
-    def num_slices(self) -> int:
-        """How many make up the whole."""
-        return math.prod(map(len, self.groups))
-
-    @property
     def wide_size(self) -> tuple[int, ...]:
         """See above; other slices may have a row more."""
-        count = self.num_slices
+        count = functools.reduce(lambda a, b: a * b, map(len, self.groups), 1)
         return tuple((each + 1) * count + 1 if dim in self.dims else each for dim, each in enumerate(self.size))
 
     @property

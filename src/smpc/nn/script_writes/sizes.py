@@ -13,7 +13,7 @@ from torch import Tensor
 from smpc.nn.init.whole_fills import whole_shape
 from smpc.nn.script_writes.callers import is_own, is_script
 from smpc.nn.script_writes.rows import OfSlice, dims_of, known
-from smpc.nn.script_writes.slice_numbers import SliceInt
+from smpc.nn.script_writes.slice_numbers import number_of
 
 _TORCHS_SHAPE: Any = Tensor.shape  # whose reads what looks at all functions of torch's sees
 
@@ -36,25 +36,15 @@ class WithSizes(Tensor):
         return sizes if dim is None else sizes[dim]
 
     def numel(self) -> int:
-        """That of the whole parameter, of an empty one; that of a slice knows it. torch's own scripts count what they put into a vector."""
+        """That of the whole parameter, of an empty one, but for torch's own scripts, which count what they have put into a vector."""
         with torch._C.DisableTorchFunctionSubclass():
             found: torch.Size = super().size()
-        return found.numel() if is_own(sys._getframe(1)) else self._known_numel(found)
+        if found.numel() or is_own(sys._getframe(1)):
+            return found.numel()
+        of = self._sized_as()
+        return (found if of is None else self._whole_size(of, found) or found).numel()
 
     nelement = numel
-
-    def _known_numel(self, found: torch.Size) -> int:
-        of = self._sized_as()
-        if of is None:
-            return found.numel()
-        whole = self._whole_size(of, found)
-        if whole is not None:
-            return whole.numel()
-        if not dims_of(self, of):
-            return found.numel()
-        own = SliceInt.told(found.numel(), of, of.num_slices)
-        own.counts = True
-        return own
 
     def _whole_size(self, of: OfSlice, sizes: torch.Size) -> torch.Size | None:
         return whole_shape(of.drawn_as(self)) if of.is_held and sizes == of.size else None
@@ -65,15 +55,7 @@ class WithSizes(Tensor):
         if whole is not None:
             return whole
         dims = () if of is None else dims_of(self, of)
-        if of is None or not dims:
-            return sizes
-        count = of.num_slices if len(dims) == 1 else 1
-        return torch.Size([SliceInt.told(each, of, count) if dim in dims else each for dim, each in enumerate(sizes)])
+        return torch.Size([number_of(each, of) if dim in dims else each for dim, each in enumerate(sizes)])
 
     def _sized_as(self) -> OfSlice | None:
         return known(self)
-
-
-def numel_of(tensor: Any) -> int:
-    """`numel()` as a script reads it; another tensor's as it is."""
-    return tensor._known_numel(tensor.size()) if isinstance(tensor, WithSizes) else tensor.numel()

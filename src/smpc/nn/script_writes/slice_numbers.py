@@ -6,22 +6,17 @@
     if scale > 0.5: ...                       UsageError: one process would decide by the whole
     torch.tensor(scale)                       an ordinary tensor, to be summed over ranks
     weight.shape[0] ** -0.5                   SliceNumber, too: the slice has fewer rows
-    1 / weight.numel()                        the same
-    if weight.numel() > 4096: ...             UsageError if 4096 is between the slice's and the whole's
-    if count / total > 0.5: ...               any, of counts of elements: scripts print and check what a rank has
     torch.empty(weight.shape)                 as any size
 
 `float(norm)`, functions of `math`, copies and files have ordinary numbers, of which nothing is known. Those that differ between ranks
-are found when ranks compare (`compared`). Sizes of equal slices do not, so `math.sqrt(weight.shape[0])` is an error. (Python does not tell
-a size of `0.5 * weight.shape[0]`: the number on the left is asked.) Comparisons with zero or next to it, infinity, and what was computed,
-tell nothing of a size, and are any.
+are found when ranks compare (`compared`). Sizes of equal slices do not, so `math.sqrt(weight.shape[0])` is an error. Comparisons with zero
+or next to it, infinity, and what was computed, tell nothing of a size, and are any.
 """
 
 from __future__ import annotations
 
 import functools
 import math
-import operator
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -32,10 +27,9 @@ _TINY = 1e-5  # up to here numbers keep others from being divided by zero
 
 
 class SliceNumber(float):
-    """See above. `counts`: it was computed of how many elements there are."""
+    """See above."""
 
     of: Any
-    counts = False
 
     def __new__(cls, value: float) -> Any:
         """An ordinary number: what is made by a number's class is not of a slice."""
@@ -56,21 +50,19 @@ class SliceNumber(float):
 
 
 class SliceInt(int):
-    """The same of whole numbers: counts, places, and sizes along a slice's rows. `slices`: of a size, how many make up the whole."""
+    """The same of whole numbers: counts, places, and sizes along a slice's rows."""
 
     of: Any
-    slices: int
-    counts = False
 
     def __new__(cls, value: int) -> Any:
         """An ordinary number."""
         return int(value)
 
     @classmethod
-    def told(cls, value: int, of: Any, slices: int = 1) -> SliceInt:
+    def told(cls, value: int, of: Any) -> SliceInt:
         """A number that was computed of a slice alone."""
         found = int.__new__(cls, value)
-        found.of, found.slices = of, slices
+        found.of = of
         return found
 
     def __float__(self) -> float:
@@ -97,8 +89,7 @@ def decided(what: str, of: Any) -> UsageError:
     return UsageError(
         f"{what}: expected a number that one process would have, too, found one that was computed of {of.alone} "
         "(a norm, a mean, a count, a size): one process would decide by another one; sum up what all ranks have with "
-        "torch.distributed.all_reduce, and take its item(), or compute it of the whole parameter of model.state_dict(); if the size of "
-        "this rank's slice is meant, take int(weight.numel())"
+        "torch.distributed.all_reduce, and take its item(), or compute it of the whole parameter of model.state_dict()"
     )
 
 
@@ -125,10 +116,7 @@ def _reckoning(base: type, name: str) -> Callable[..., Any]:
         found = original(self, *others)
         if found is NotImplemented and isinstance(others[0], float) and base is int:
             found = getattr(float, name)(float(int.__index__(self)), others[0])
-        made = number_of(found, self.of)
-        if self.counts and known_number(made) is not None:
-            made.counts = True
-        return made
+        return number_of(found, self.of)
 
     return reckon
 
@@ -138,23 +126,8 @@ def _deciding(base: type, name: str) -> Callable[..., Any]:
 
     @functools.wraps(original)
     def decide(self: Any, other: Any) -> Any:
-        if not self.counts and tells_of_size(other):
+        if tells_of_size(other):
             raise decided(f"a comparison with {other}", self.of)
-        return original(self, other)
-
-    return decide
-
-
-def _deciding_by_size(name: str) -> Callable[..., Any]:
-    original: Callable[..., Any] = getattr(int, f"__{name}__")
-    compare: Callable[[Any, Any], bool] = getattr(operator, name)
-
-    @functools.wraps(original)
-    def decide(self: Any, other: Any) -> Any:
-        if isinstance(other, int | float) and known_number(other) is None:
-            own = int.__index__(self)
-            if compare(own, other) != compare(own * self.slices, other):
-                raise decided(f"a comparison with {other}", self.of)
         return original(self, other)
 
     return decide
@@ -167,4 +140,3 @@ for _base, _kind in ((float, SliceNumber), (int, SliceInt)):
         setattr(_kind, f"__{_name}__", _reckoning(_base, f"__{_name}__"))
 for _name in ("lt", "le", "gt", "ge"):
     setattr(SliceNumber, f"__{_name}__", _deciding(float, f"__{_name}__"))
-    setattr(SliceInt, f"__{_name}__", _deciding_by_size(_name))

@@ -51,7 +51,7 @@ from smpc.nn.script_writes.rows import (
     seen_on_wide,
     unknown_view,
 )
-from smpc.nn.script_writes.sizes import WithSizes, numel_of
+from smpc.nn.script_writes.sizes import WithSizes
 from smpc.nn.script_writes.slice_numbers import SliceInt, SliceNumber, decided, known_number, number_of, tells_of_size
 from smpc.nn.script_writes.used import ANY, Rows, Used, used_by_all, used_in
 
@@ -152,8 +152,6 @@ def answer(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, A
             _check_shown(name, args[0])
         if name == "__bool__":
             _check_decision(args[0])
-        if func is torch.numel and args:
-            return numel_of(args[0])
         if not computes(func):
             return known_result(name, func, args, named, func(*args, **named))
         if draws_by(name) and any(
