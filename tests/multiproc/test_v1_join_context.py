@@ -96,3 +96,25 @@ def parts(rank, folder):
 def test_a_group_is_over_together(tmp_path):
     """They compare their batches before a step: one of them waited for the other's."""
     run_workers(parts, 4, tmp_path)
+
+
+def sums_others(rank, folder):
+    """A replica that is over, and a later program that sums gradients of other parameters."""
+    model, _ = start(FOR_THE_STEP)
+
+    def loop():
+        with model.join():
+            for step in range(1 + whose_batches()):
+                if step:
+                    runtime = model._pipeline._runtime
+                    runtime._programs[0].summed = frozenset({"lm_head.weight"})
+                train(model, ids(whose_batches(), step)[:, : 12 - 4 * step])
+
+    with pytest.raises((StepError, PeerError), match="to divide sequences for the same parameters"):
+        loop()
+
+
+@pytest.mark.long
+def test_a_program_that_sums_other_gradients_is_not_followed(tmp_path):
+    """Replicas that are over would scale gradients as the first program does."""
+    run_workers(sums_others, 4, tmp_path)

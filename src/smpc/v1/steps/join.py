@@ -153,7 +153,7 @@ class Join(ABC):
         self._guarded(lambda: self._announce(JoinPhase.PARTITION))
 
     def begin_batch(self) -> None:
-        """Before ranks that are alike compare their batches. StepError on all ranks if one of them is over."""
+        """Before ranks that are alike compare their batches. StepError if one of them is over, or PeerError that reports another's."""
         self._guarded(lambda: self._announce(JoinPhase.BATCH))
 
     @abstractmethod
