@@ -6,8 +6,8 @@ GPT-2, Llama, T5 and a U-Net train through `smp.step`, in every way that two ran
 tensor parallelism (`tp`), replicas that hold parts (`fsdp`) or all (`ddp`) of it. Without --device two ranks calibrate first. Each pair of
 a model and a way is a job of its own: in processes that had trained others before, steps took up to 10% longer.
 
-A step is timed from `zero_grad` to its loss, on rank 0, without the optimizer; the median of the steps within 15% of the fastest counts, as
-in the calibration. The prediction is that of `smpc compile` for the same settings, its optimizer left out. The ratio of the two is printed,
+The model is also cut for that device: for another one it might be cut elsewhere. A step is timed from `zero_grad` to its loss, on rank 0,
+without the optimizer; the median of the steps within 15% of the fastest counts, as in the calibration. The prediction is that of `smpc compile` for the same settings, its optimizer left out. The ratio of the two is printed,
 and at the end how far off the worst is.
 
 A machine that others share is not always as fast as when it was calibrated: here products took 8 to 20% longer in some seconds than in
@@ -258,7 +258,7 @@ def compare(folder: Folder, name: str, way: str, device: str, steps: int) -> Non
     """What the ranks of each other job run."""
     torch.manual_seed(0)
     ranks, pace = CalibrationRanks.here(), Pace()
-    settings = {"microbatches": MICROBATCHES, "memory_weight": 0.0, **WAYS[way]}
+    settings = {"microbatches": MICROBATCHES, "memory_weight": 0.0, "device": device, **WAYS[way]}
     measured, (used, waits, threads) = measure(MODELS[name], settings, steps, pace)
     now, usual = pace.take(ranks), folder.usual_pace()
     if ranks.rank == 0:

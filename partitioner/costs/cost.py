@@ -30,20 +30,10 @@ with parameters, W has half. All else is part of I.
 Example: linear(x, weight, bias) in the middle of a model has W = I; the first one of a model, whose input needs no
 gradient, is all W, and so is an embedding. matmul(query, key) is all I. A block of F = 1 with 0.6 in linear layers and
 0.4 in products of activations has a backward of I = 1.4 and W = 0.6.
-
-Which kernel an operation is for the time model: a matrix product of some shape, a fused attention, or one that moves bytes.
-
-    product_of(node)     (batch, rows, columns, depth) of a product; of a convolution, that of the product which it is at heart
-    name_of(node)        what kind of operation it is, for times that were measured
-    is_attention(node)   scaled_dot_product_attention and its relatives, one kernel from queries to outputs
-
-Shapes are read off the output and the FLOPs, 2 * batch * rows * columns * depth: `linear` on [8, 512, 64] with 256 outputs is
-(1, 4096, 256, 64). Products of activations, with a batch in front, are `bmm`, `baddbmm`, and `matmul` of four dimensions or more.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Protocol
@@ -53,6 +43,15 @@ from numpy.typing import NDArray
 
 from smpc.partitioner.costs.collectives import sent_time
 from smpc.partitioner.costs.device import H100, Device, Group, Kernels
+from smpc.partitioner.costs.operation_kinds import (
+    ATTENTION_BACKWARD,
+    attention_flops,
+    broader_name,
+    is_attention,
+    measured_flops,
+    name_of,
+    product_of,
+)
 from smpc.partitioner.costs.optimizers import ADAM, Optimizer
 from smpc.partitioner.problem import FloatArray, IntArray, whole_times
 from smpc.tracer.ir import Node, NodeKind, Region, StateSpec, Trace
@@ -60,97 +59,6 @@ from smpc.tracer.ir import Node, NodeKind, Region, StateSpec, Trace
 SENT_UPDATES = (
     2 << 23
 )  # elements in buckets of updated parameters under way: `smpc.v1.optimization.sharded_optimizer_state`
-_ALIASES = {
-    "linear": ("linear", "addmm", "mm"),
-    "bmm": ("bmm", "baddbmm", "matmul", "einsum"),
-    "conv": ("conv1d", "conv2d", "conv3d", "conv_transpose1d", "conv_transpose2d", "conv_transpose3d"),
-    "div": ("div", "truediv", "true_divide"),
-    "sub": ("sub", "subtract"),
-    "mul": ("mul", "multiply"),
-    "chunk": ("chunk", "split", "unsafe_chunk", "unsafe_split"),
-    "pool": ("max_pool1d", "max_pool2d", "max_pool3d", "avg_pool2d", "max_pool2d_with_indices", "boolean_dispatch"),
-}
-_NAMES = {alias: name for name, aliases in _ALIASES.items() for alias in aliases}
-_BROADCAST, _PAIR = "_broadcast", 2
-_ARITHMETIC = ("add", "sub", "mul", "truediv", "div", "pow", "matmul")
-
-Product = tuple[int, int, int, int]
-_BATCHED = ("bmm", "baddbmm")
-_MAYBE_BATCHED = ("matmul", "__matmul__", "__rmatmul__", "einsum")
-ATTENTION_BACKWARD = 2.5  # times the FLOPs of its forward
-_DROPOUT, _IS_CAUSAL = 4, 5  # their places among the arguments of scaled_dot_product_attention
-
-
-def product_of(node: Node) -> Product | None:
-    """The shape of the product; None for an operation without FLOPs, or with several outputs."""
-    spec = node.spec
-    if spec is None or not node.flops or not spec.num_elements or not spec.shape:
-        return None
-    name, shape = node.target.rpartition(".")[2], spec.shape
-    depth = max(1, round(node.flops / (2 * spec.num_elements)))
-    if name.startswith("conv") and len(shape) > 2:
-        columns = shape[1]
-        return 1, spec.num_elements // columns, columns, depth
-    batched = len(shape) > 2 and (name in _BATCHED or (name in _MAYBE_BATCHED and len(shape) > 3))
-    batch = math.prod(shape[:-2]) if batched else 1
-    return batch, max(1, spec.num_elements // batch // shape[-1]), shape[-1], depth
-
-
-def name_of(node: Node) -> str:
-    """What kind of operation it is, whichever way it was called: `torch.nn.functional.relu_` and `torch.Tensor.relu` are "relu".
-
-    What draws random numbers of its own on each rank (`smpc.executor.draws.draw_apart`) is what it was before. Products of matrices are
-    "linear", those of batches of them "bmm", convolutions "conv", fused attentions "attention",
-    "attention_causal" or "attention_dropout", for which some devices have other kernels. Of two tensors one of which is stretched to the
-    other's shape the arithmetic is "mul_broadcast" and so on: its backward adds up what was stretched.
-    """
-    name = _called_function(node)[0].strip("_")
-    if name[:1] in ("r", "i") and name[1:] in _ARITHMETIC:
-        name = name[1:]
-    if name == "matmul" and node.flops:
-        product = product_of(node)
-        return "linear" if product is not None and product[0] == 1 else "bmm"
-    if is_attention(node):
-        dropout = _argument(node, _DROPOUT, "dropout_p")
-        if isinstance(dropout, (int, float)) and dropout:
-            return "attention_dropout"
-        return "attention_causal" if _is_causal(node) else "attention"
-    name = _NAMES.get(name, name)
-    return f"{name}{_BROADCAST}" if name in _ARITHMETIC and _is_broadcast(node) else name
-
-
-def _is_broadcast(node: Node) -> bool:
-    """Whether one of two tensors is smaller than the result."""
-    written = 0 if node.spec is None else node.spec.num_bytes
-    return len(set(node.inputs)) == _PAIR and 2 * written < node.bytes_moved < 3 * written
-
-
-def _called_function(node: Node) -> tuple[str, int]:
-    """The last part of the name of the function that does the work, and which of the node's arguments is its first one."""
-    name = node.target.rpartition(".")[2]
-    if name == "draw_apart" and node.args and isinstance(node.args[0], str):  # (name, group, *arguments)
-        return node.args[0].rpartition(".")[2], 2
-    return name, 0
-
-
-def _argument(node: Node, place: int, name: str) -> object:
-    place += _called_function(node)[1]
-    return node.args[place] if len(node.args) > place else dict(node.kwargs).get(name)
-
-
-def is_attention(node: Node) -> bool:
-    """Whether it is a fused attention."""
-    return "attention" in _called_function(node)[0] and node.flops > 0
-
-
-def attention_flops(node: Node) -> float:
-    """FLOPs that a fused attention has to do: half of them where every query sees the keys before it alone."""
-    return node.flops / 2 if _is_causal(node) else float(node.flops)
-
-
-def _is_causal(node: Node) -> bool:
-    """torch's attention takes `is_causal`, smpc's own `causal`, by name alone."""
-    return _argument(node, _IS_CAUSAL, "is_causal") is True or dict(node.kwargs).get("causal") is True
 
 
 @dataclass(frozen=True, slots=True)
@@ -207,7 +115,8 @@ class CostModel:
         moved = node.bytes_moved + kept_bytes
         if not moved and not node.flops:
             return self.kernels.view_time(name_of(node), is_backward=False)
-        measured = self._measured(node, dtype, node.flops or moved, node.flops or moved)
+        work = measured_flops(node) or moved
+        measured = self._measured(node, dtype, work, work)
         if measured is not None:
             return measured
         if node.flops:
@@ -223,7 +132,8 @@ class CostModel:
             return self.kernels.view_time(name_of(node), is_backward=True)
         products = min(2, num_gradients)
         moved = 3 * node.bytes_moved // 2 + kept_bytes
-        size, amount = node.flops or node.bytes_moved + kept_bytes, products * node.flops or moved
+        flops = measured_flops(node)
+        size, amount = flops or node.bytes_moved + kept_bytes, products * flops or moved
         measured = self._measured(node, dtype, size, amount, is_backward=True)
         if measured is not None:
             return measured
@@ -244,8 +154,8 @@ class CostModel:
             return None
         name, measured = name_of(node), self.kernels.measured_share
         share = measured(name, size, is_backward=is_backward)
-        if share is None and name.endswith(_BROADCAST):  # not among what was measured
-            share = measured(name.removesuffix(_BROADCAST), size, is_backward=is_backward)
+        if share is None:
+            share = measured(broader_name(name), size, is_backward=is_backward)
         if share is None:
             return None
         peak = self.peak(dtype) if node.flops else self.memory_bandwidth
@@ -450,7 +360,7 @@ def work_of(trace: Trace) -> Iterator[Work]:
     for item in costed_nodes(trace):
         node, kept = item.node, item.kept
         if node.flops:
-            size = forward = node.flops
+            size = forward = measured_flops(node)
             backward = min(2, item.num_gradients) * size
         else:
             size = forward = node.bytes_moved + kept
@@ -596,7 +506,7 @@ def deferred_time(trace: Trace, positions: Sequence[int], kernels: Kernels, regi
         return 0.0
     free = {i for i in positions if not any(region.first <= i < region.last for region in regions)}
     split = (node for node in deferred_of(trace) if trace.position(node.name) in free)
-    return sum(kernels.deferred_time(name_of(node), node.flops) for node in split)
+    return sum(kernels.deferred_time(broader_name(name_of(node)), node.flops) for node in split)
 
 
 def deferred_of(trace: Trace) -> Iterator[Node]:

@@ -20,9 +20,9 @@ for the best of some tiles; 64 is what of k passes before a tile is at work. Wit
 Times of a program beside its operations (`action`, `step`, `unit`, `unit_step`, `deferred`) are the processor's, and count where they are
 stated: on a GPU they pass while kernels that were launched before are still at work.
 
-What was measured of an operation (`operations`, by the names of `smpc.partitioner.costs.cost.name_of`) counts before all that: its
-shares of the peak, by the FLOPs of one product, or of the memory bandwidth, by the bytes that it moves; in its forward and its backward.
-What was measured of collectives counts for ranks of one host.
+What was measured of an operation (`operations`, by the names of `smpc.partitioner.costs.operation_kinds.name_of`) counts before all
+that: its shares of the peak, by the FLOPs of one product, or of the memory bandwidth, by the bytes that it moves; in its forward and its
+backward. What was measured of collectives counts for ranks of one host.
 
 Peaks, bandwidths and sizes of the devices that have a name are those of the makers' public datasheets, without sparsity.
 
@@ -60,6 +60,7 @@ from smpc.mesh import Axis, Mesh
 
 Curve = tuple[tuple[float, float], ...]
 ALL: Curve = ((1.0, 1.0),)
+NONE: Curve = ((1.0, 0.0),)
 # rows, columns, what it reaches of the rate of the largest: smaller tiles read more for as many FLOPs
 _TILES = ((256, 128, 1.0), (128, 256, 1.0), (128, 128, 0.93), (128, 64, 0.78), (64, 64, 0.6))
 _FILL = 64
@@ -96,8 +97,10 @@ class Kernels:
     )  # `view` of those measured: forward, backward
     action: float = 0.0  # s that a program needs for each forward or backward of a stage, beside its operations
     step: float = 0.0  # s that a step needs before its first operation and after its last
-    unit: float = 0.0  # s that torch's fully_shard needs for each unit in each microbatch, beside gathers and sums
-    unit_step: float = 0.0  # s that it needs for each unit in each step, beside those and what the network does
+    unit: Curve = (
+        NONE  # s that torch's fully_shard needs for each unit in each microbatch, beside gathers and sums, by its bytes
+    )
+    unit_step: Curve = NONE  # s that it needs for each unit in each step, beside those and what the network does
     deferred: Mapping[str, Curve] = field(
         default_factory=dict
     )  # s that a call is longer whose backward is split, by FLOPs

@@ -45,6 +45,7 @@
         action = 50e-6                        # s of the executor for each forward or backward of a stage; 0 if left out
         step = 0.7e-3                         # s of it for each step; 0 if left out
         unit = 0.4e-3                         # s of it for each unit in parts and microbatch, where no program runs; 0 if left out
+        unit_step = [[1e5, 1e-3], [1e6, 2e-3]]  # s of it for each such unit and step; a time for all, or [[bytes, s], ...]
 
         [kernels.views]                       # what was measured of operations that move nothing: s of a forward, and of a backward
         transpose = [4e-6, 3e-6]
@@ -82,13 +83,12 @@ from smpc.config.files import parse_toml, read_text
 from smpc.config.numbers import MAX_RANKS, parse_bytes, shown
 from smpc.errors import ConfigError, printable
 from smpc.partitioner.costs.collectives import IN_OPERATIONS, CollectiveKind
-from smpc.partitioner.costs.device import ALL, DEVICES, PCIE4, Curve, Device, Kernels, Wire
+from smpc.partitioner.costs.device import ALL, DEVICES, NONE, PCIE4, Curve, Device, Kernels, Wire
 
 _RATES = (1e3, 1e24)  # bytes/s and FLOP/s that are believed; with others, times are beyond what a plan can count in
 _LATENCIES = (0.0, 3600.0)
 _SHARES = (1e-6, 1.0)
 _MEASURED = (1e-12, 1e6)  # small work takes a launch, and the backward of a sum nothing at all
-_TIMES = ("action", "step", "unit", "unit_step")  # of a program, beside its operations
 _KERNELS = (
     "launch",
     "processors",
@@ -100,7 +100,10 @@ _KERNELS = (
     "optimizer",
     "views",
     "deferred",
-    *_TIMES,
+    "action",
+    "step",
+    "unit",
+    "unit_step",
 )
 _DTYPES = ("float64", "float32", "bfloat16", "float16")  # that torch surely has
 _HOST = ("bandwidth", "latency", "efficiency")
@@ -265,12 +268,19 @@ class _DeviceReader:
             self.number("kernels.", data, "optimizer", _SHARES, default=1.0),
             MappingProxyType(self.views(self.table(data, "views", "kernels."))),
             deferred=MappingProxyType(self.deferred(self.table(data, "deferred", "kernels."))),
-            **{key: self.number("kernels.", data, key, _LATENCIES, default=0.0) for key in _TIMES},
+            action=self.number("kernels.", data, "action", _LATENCIES, default=0.0),
+            step=self.number("kernels.", data, "step", _LATENCIES, default=0.0),
+            unit=self.times("kernels.", data, "unit"),
+            unit_step=self.times("kernels.", data, "unit_step"),
         )
 
     def deferred(self, data: Mapping[str, Any]) -> dict[str, Curve]:
         """By name, seconds by FLOPs."""
-        return {key: self.curve("kernels.deferred.", data, key, (1e-12, _LATENCIES[1])) for key in data}
+        return {key: self.times("kernels.deferred.", data, key) for key in data}
+
+    def times(self, prefix: str, data: Mapping[str, Any], key: str) -> Curve:
+        """Seconds by size; none where they are left out, or 0."""
+        return self.curve(prefix, data, key, (1e-12, _LATENCIES[1])) if data.get(key, 0.0) != 0.0 else NONE
 
     def views(self, data: Mapping[str, Any]) -> dict[str, tuple[float, float]]:
         """By name, seconds of a forward and of a backward."""

@@ -23,19 +23,22 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from smpc.partitioner.costs.cost import (
-    ATTENTION_BACKWARD,
     CostedNode,
     CostModel,
-    Product,
-    attention_flops,
     costed_nodes,
-    is_attention,
-    name_of,
-    product_of,
     weight_gradient_bytes,
     weight_times,
 )
 from smpc.partitioner.costs.device import best_share
+from smpc.partitioner.costs.operation_kinds import (
+    ATTENTION_BACKWARD,
+    Product,
+    attention_flops,
+    broader_name,
+    is_attention,
+    name_of,
+    product_of,
+)
 from smpc.partitioner.problem import FloatArray
 from smpc.tracer.ir import Node, NodeKind, Trace
 
@@ -249,7 +252,7 @@ class _LeastTime:
         """Seconds of a FLOP or byte by the best that was measured of such operations; None if there was nothing."""
         node, costs = item.node, self._costs
         name = name_of(node) if self._kernels.operations else ""
-        curves = self._kernels.operations.get(name) or self._kernels.operations.get(name.removesuffix("_broadcast"))
+        curves = self._kernels.operations.get(name) or self._kernels.operations.get(broader_name(name))
         if curves is None:
             return None
         peak = costs.peak(item.dtype) if node.flops else costs.memory_bandwidth

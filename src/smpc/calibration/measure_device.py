@@ -23,7 +23,7 @@ from smpc.calibration.programs import measure_programs
 from smpc.calibration.ranks import CalibrationRanks
 from smpc.calibration.wires import Wires, assumed, measure_host, measure_wires
 from smpc.errors import ConfigError
-from smpc.partitioner.costs.device import ALL, Curve, Device, Kernels, Wire
+from smpc.partitioner.costs.device import ALL, NONE, Curve, Device, Kernels, Wire
 
 _MEASURED = 0.65  # of the time is for operations
 _PROGRAMS = 0.15  # and that part for what programs do beside them
@@ -183,8 +183,10 @@ def _toml_lines(device: Device, source: str) -> Iterator[str]:
         )
     kernels = device.kernels
     yield from ("", "[kernels]", f"launch = {_toml_number(kernels.launch)}", f"view = {_toml_number(kernels.view)}")
-    program = {name: getattr(kernels, name) for name in ("action", "step", "unit", "unit_step")}
+    program = {name: getattr(kernels, name) for name in ("action", "step")}
     yield from (f"{name} = {_toml_number(seconds)}" for name, seconds in program.items() if seconds)
+    units = {name: getattr(kernels, name) for name in ("unit", "unit_step")}
+    yield from (f"{name} = {_toml_curve(curve)}" for name, curve in units.items() if curve != NONE)
     yield f"optimizer = {_toml_number(kernels.optimizer)}"
     yield f"memory = {_toml_curve(kernels.memory)}"
     yield f"attention = [{', '.join(map(_toml_number, kernels.attention))}]"

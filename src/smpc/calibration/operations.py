@@ -8,8 +8,9 @@ over them, so that all nodes together take as long as a pass; what is rarely slo
 Sizes grow as long as one pass takes less than a twelfth of the time, and all probes take turns until the time is up. On ranks, all measure
 the same at once, and the mean counts.
 
-To look at the clock takes time as well. The smallest probes also run by themselves, with nobody looking: by what they take less then, each
-node's time is shortened.
+To look at the clock takes time as well. On a CPU all probes also run by themselves, with nobody looking. By what the smallest takes less
+then, each node's time is shortened; and the times of each probe are stretched to what it takes by itself, by the wall clock, on which a
+processor has more to do than its program.
 """
 
 from __future__ import annotations
@@ -72,7 +73,7 @@ class _Running:
     trace: Trace
     stopwatch: _Stopwatch
     passes: list[NodeTimes]
-    alone: list[tuple[float, float]]  # forward and backward of the model by itself; empty: it does not run
+    alone: list[tuple[float, float]]  # forward and backward of the model by itself; empty: not measured
 
 
 def measure(
@@ -95,7 +96,8 @@ def measure(
         for item in running:
             ranks.together()
             item.passes.append(item.stopwatch.run())
-            if item is running[0] and ranks.device.type == "cpu":
+            if ranks.device.type == "cpu":
+                ranks.together()
                 item.alone.append(_by_itself(item))
     looking = (
         _seconds_of_looking_at_operation(running[0], ranks) if running[0].alone else (_operation_overhead(ranks),) * 2
@@ -104,8 +106,8 @@ def measure(
 
 
 def _by_itself(item: _Running) -> tuple[float, float]:
-    """Seconds of a probe's forward and backward while nobody looks at its nodes."""
-    model, clock, inputs = item.stopwatch.model, item.stopwatch.clock, item.probe.inputs()
+    """Seconds by the clock of a probe's forward and backward while nobody looks at its nodes."""
+    model, clock, inputs = item.stopwatch.model, time.perf_counter, item.probe.inputs()
     for parameter in model.parameters():
         parameter.grad = None
     start = clock()
@@ -147,9 +149,21 @@ def _operation_samples(item: _Running, ranks: CalibrationRanks, looking: tuple[f
     forward, backward = (
         ranks.mean(list(np.mean(part, axis=0))) for part in ([p.forward for p in passes], [p.backward for p in passes])
     )
-    for work in work_of(item.trace):
-        seconds = forward[work.position], backward[work.position]
-        yield Sample(work, *(_less(time, lost) for time, lost in zip(seconds, looking, strict=True)))
+    samples = [
+        Sample(work, _less(forward[work.position], looking[0]), _less(backward[work.position], looking[1]))
+        for work in work_of(item.trace)
+    ]
+    stretch = _stretch(item, samples, ranks)
+    return [Sample(sample.work, stretch * sample.forward, stretch * sample.backward) for sample in samples]
+
+
+def _stretch(item: _Running, samples: Sequence[Sample], ranks: CalibrationRanks) -> float:
+    """How much longer a probe takes by itself than its nodes together; 1 where it was not measured or has been interrupted."""
+    if not item.alone:
+        return 1.0
+    (alone,) = ranks.mean([steady([sum(both) for both in item.alone])])
+    found = alone / sum(sample.forward + sample.backward for sample in samples)
+    return found if 1 / _STEADY < found < _STEADY else 1.0
 
 
 _Item = TypeVar("_Item")

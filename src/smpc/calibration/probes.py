@@ -137,6 +137,7 @@ class ImageProbe(nn.Module):
         self.first = nn.Conv2d(channels, channels, 3, padding=1)
         self.second = nn.Conv2d(channels, 2 * channels, 3, padding=1)
         self.third = nn.Conv2d(3 * channels, channels, 3, padding=1)
+        self.each = nn.Conv2d(channels, channels, 3, padding=1, groups=channels)
         self.last = nn.Conv2d(channels, channels, 1)
         self.batch, self.group = nn.BatchNorm2d(channels), nn.GroupNorm(4, 2 * channels)
 
@@ -145,6 +146,6 @@ class ImageProbe(nn.Module):
         wide = F.relu(self.batch(self.first(x)), inplace=True)
         deep = F.gelu(self.group(self.second(F.max_pool2d(wide, 2))))
         joined = torch.cat([F.interpolate(deep, scale_factor=2.0), wide], 1)
-        out = self.last(F.silu(self.third(joined)))
+        out = self.last(self.each(F.silu(self.third(joined))))
         loss: Tensor = (out + F.adaptive_avg_pool2d(out, 1)).square().mean()
         return loss

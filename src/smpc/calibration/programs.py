@@ -6,9 +6,9 @@
     step        of one rank: what a program of one microbatch takes longer than the model by itself, less its actions. Of several: a
                 training script's step on as many stages, less messages between them as well. It has what ranks tell each other at its
                 start and at its end
-    unit        of torch's fully_shard: blocks in parts on the ranks, beside the same blocks whole; none for one rank. They are called as a
-                transformer's are, and large enough to drive out of the caches what hooks need: beside small ones hooks take a third of
-                the time
+    unit        of torch's fully_shard, by the bytes of a block: blocks in parts on the ranks, beside the same blocks whole; none for one
+                rank. They are called as a transformer's are. Large ones drive out of the caches what hooks need: beside small ones hooks
+                take a third of the time
     unit_step   the same, once in a step, less its gather and its sum
     deferred    forward and backward of the probes with the gradients of parameters computed later, beside those of an ordinary
                 backward; by the FLOPs of a call, of products and of convolutions
@@ -39,8 +39,9 @@ from smpc.executor.split_backward.intercept import Deferral
 from smpc.executor.split_backward.pending import Pending
 from smpc.executor.transport.loopback import loopback_transports
 from smpc.partitioner.costs.collectives import CollectiveKind
-from smpc.partitioner.costs.cost import deferred_of, name_of
-from smpc.partitioner.costs.device import Curve, at
+from smpc.partitioner.costs.cost import deferred_of
+from smpc.partitioner.costs.device import NONE, Curve, at
+from smpc.partitioner.costs.operation_kinds import broader_name, name_of
 from smpc.runtime import Runtime
 from smpc.sample_inputs import Inputs
 from smpc.sharding import Keep, Sharded, ShardingOptions, Unit, find_units, shard
@@ -48,10 +49,12 @@ from smpc.tracer import record
 
 _MANY, _MANY_OF_UNITS = 8, 4  # microbatches
 _WIDTH, _BLOCKS, _LAYERS = 16, 4, 4  # of small blocks
-_UNIT_WIDTH, _UNITS, _ROWS = 384, 8, 128  # of those in parts, as many as a step has
+_UNIT_WIDTHS, _UNITS = (64, 160, 384), 8  # of those in parts, as many as a step has
+_UNIT_ELEMENTS = 48 << 10  # of what goes through them
 _ROUNDS = 11
 _FIRST = 3  # steps of a script, of which the first one compiles
 _LEAST = 1e-9  # s; a curve of powers has no zero
+_LEAST_OF_UNIT = 1e-5  # s; hooks in Python
 _FEWEST, _MOST = 3, 4  # sizes of the probes of a family
 _SHARE_OF_TIME = 6  # beyond the fewest, one whose predecessor takes a longer part of the time is left out
 
@@ -62,8 +65,8 @@ class Programs:
 
     action: float = 0.0
     step: float = 0.0
-    unit: float = 0.0
-    unit_step: float = 0.0
+    unit: Curve = NONE
+    unit_step: Curve = NONE
     deferred: Mapping[str, Curve] = field(default_factory=dict)
 
 
@@ -72,7 +75,7 @@ def measure_programs(ranks: CalibrationRanks, dtype: torch.dtype, seconds: float
     if ranks.device.type != "cpu":
         return Programs()
     action, step = _program_seconds_of_executor(ranks)
-    unit, unit_step = _program_seconds_of_unit(ranks, wires) if ranks.per_host > 1 else (0.0, 0.0)
+    unit, unit_step = _program_seconds_of_units(ranks, wires) if ranks.per_host > 1 else (NONE, NONE)
     deferred = _program_seconds_of_deferred(ranks, dtype, seconds)
     if 1 < ranks.size <= _BLOCKS * _LAYERS:
         step = _program_seconds_of_script(ranks, action, wires)
@@ -98,9 +101,9 @@ class _SmallBlocks(nn.Module):
 class _Unit(nn.Module):
     """A block with the arguments of a transformer's, [rows, width] to the same."""
 
-    def __init__(self) -> None:
+    def __init__(self, width: int) -> None:
         super().__init__()
-        self.layers = nn.Sequential(*(nn.Linear(_UNIT_WIDTH, _UNIT_WIDTH) for _ in range(_LAYERS)))
+        self.layers = nn.Sequential(*(nn.Linear(width, width) for _ in range(_LAYERS)))
 
     def forward(
         self, x: Tensor, *, mask: Tensor | None, position_ids: Tensor, position_embeddings: tuple[Tensor, Tensor]
@@ -113,9 +116,9 @@ class _Unit(nn.Module):
 class _Units(nn.Module):
     """Blocks in a row, [rows, width] to a loss."""
 
-    def __init__(self) -> None:
+    def __init__(self, width: int) -> None:
         super().__init__()
-        self.blocks = nn.ModuleList(_Unit() for _ in range(_UNITS))
+        self.blocks = nn.ModuleList(_Unit(width) for _ in range(_UNITS))
 
     def forward(self, x: Tensor) -> Tensor:
         """The loss."""
@@ -213,16 +216,24 @@ def _program_difference(
     return found
 
 
-def _program_seconds_of_unit(ranks: CalibrationRanks, wires: Wires) -> tuple[float, float]:
-    """Of a unit in parts, in a microbatch, and once in a step: by the clock, so that it has what ranks wait for each other."""
-    whole, divided = _Units(), _Units()
+def _program_seconds_of_units(ranks: CalibrationRanks, wires: Wires) -> tuple[Curve, Curve]:
+    """Of a unit in parts, by its bytes: in a microbatch, and once in a step."""
     group = [
         dist.new_group(list(range(first, first + ranks.per_host))) for first in range(0, ranks.size, ranks.per_host)
     ][ranks.rank // ranks.per_host]
     mesh = DeviceMesh.from_group(group, "cpu", mesh_dim_names=(f"calibrated_{group.group_name}",))
+    found = [_program_seconds_of_unit(ranks, wires, mesh, width) for width in _UNIT_WIDTHS]
+    return tuple((size, unit) for size, unit, _ in found), tuple((size, step) for size, _, step in found)
+
+
+def _program_seconds_of_unit(
+    ranks: CalibrationRanks, wires: Wires, mesh: DeviceMesh, width: int
+) -> tuple[float, float, float]:
+    """Of one of a size: its bytes, and seconds in a microbatch and once in a step, by the clock: with what ranks wait for each other."""
+    whole, divided = _Units(width), _Units(width)
     units = [Unit(name, keep=Keep.STEP) for name in find_units(divided)]
     sharded = shard(divided, units, mesh, ShardingOptions(), in_step=False)
-    rows = torch.ones(_ROWS, _UNIT_WIDTH)
+    rows = torch.ones(_UNIT_ELEMENTS // width, width)
 
     def step(microbatches: int, parts: Sharded | None) -> None:
         model = whole if parts is None else divided
@@ -240,12 +251,13 @@ def _program_seconds_of_unit(ranks: CalibrationRanks, wires: Wires) -> tuple[flo
         _program_difference(ranks, lambda m=m: step(m, sharded), lambda m=m: step(m, None), both, time.perf_counter, n)  # type: ignore[misc]
         for m, n in ((_MANY_OF_UNITS, _ROUNDS), (1, _MANY_OF_UNITS * _ROUNDS))
     ]
-    unit = max(0.0, (found[0] - found[1]) / ((_MANY_OF_UNITS - 1) * len(units)))
-    sent = sum(parameter.numel() for parameter in whole.parameters()) * 4 / len(units) / ranks.per_host
+    unit = max(_LEAST_OF_UNIT, (found[0] - found[1]) / ((_MANY_OF_UNITS - 1) * len(units)))
+    size = sum(parameter.numel() for parameter in whole.parameters()) * 4 / len(units)
+    sent = size / ranks.per_host
     exchanged = sum(
         sent / at(wires.collectives[kind], sent) for kind in (CollectiveKind.ALL_GATHER, CollectiveKind.REDUCE_SCATTER)
     )
-    return unit, max(0.0, found[1] / len(units) - unit - exchanged)
+    return size, unit, max(_LEAST_OF_UNIT, found[1] / len(units) - unit - exchanged)
 
 
 def _program_seconds_of_deferred(ranks: CalibrationRanks, dtype: torch.dtype, seconds: float) -> dict[str, Curve]:
@@ -281,4 +293,4 @@ def _deferred_by(probe: ProbeModel, ranks: CalibrationRanks) -> tuple[str, float
     ranks.together()
     longer = _program_difference(ranks, split, lambda: model(*inputs).backward(), model)
     size = math.exp(sum(math.log(node.flops) for node in calls) / len(calls))
-    return name_of(calls[0]), size, longer / len(calls)
+    return broader_name(name_of(calls[0])), size, longer / len(calls)

@@ -242,7 +242,7 @@ def _check_names(target: str, settings: Config, given: dict[str, Any]) -> None:
         wrong.append(f"tensor_parallel_plan: expected one of {', '.join(_PLANS)} or a .json file, found {shown(plan)}")
     if wrong:
         raise ConfigError("\n".join(wrong))
-    find_devices(given.get("device", "h100"), settings.pipeline_parallel_degree)
+    find_devices(given.get("device") or settings.device_names or "h100", settings.pipeline_parallel_degree)
     find_optimizer(given.get("optimizer", "adam"))
     parse_bytes(given.get("memory_limit", 1), "memory_limit")
     check_target(target)
@@ -285,6 +285,8 @@ def _compile_options(settings: Config, given: dict[str, Any], *, is_script: bool
     plan = apart.get("tensor_parallel_plan", settings.tensor_parallel_plan)
     if isinstance(plan, str) and plan.endswith(".json"):
         apart["tensor_parallel_plan"] = read_styles(plan, "--tensor-parallel-plan")
+    if settings.device_names:
+        apart.setdefault("device", settings.device_names)
     if _is_half(settings):
         from smpc.v1.session.precision import planned_optimizer  # with all of the API, which takes a second to import
 

@@ -34,6 +34,7 @@ class CompilationKeys(PlannerKeys):
             metavar="NAME|FILE",
             repeatable=True,
             is_searched=True,
+            is_apart=True,
         ),
     )
     optimizer: str | Optimizer = key(

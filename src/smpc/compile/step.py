@@ -39,7 +39,7 @@ from smpc.compile.exchange import Sharding, StepSurroundings, parameters_of_stag
 from smpc.compile.result import Traced
 from smpc.partitioner.costs.collectives import CollectiveKind, collective_time
 from smpc.partitioner.costs.cost import collective_times, useful_times
-from smpc.partitioner.costs.device import Device, Kernels
+from smpc.partitioner.costs.device import Device, Kernels, at
 from smpc.partitioner.graph.plan import Plan, Stage
 from smpc.partitioner.graph.recompute import recompute_depths, requested_regions
 from smpc.partitioner.memory.units import traced_units
@@ -112,7 +112,6 @@ def step_parts(
     tensor, expert, context = shares
     kernels = around.devices[0].kernels
     inside = min(busy, microbatches * _executor_seconds_of_step(plan, timeline, kernels) / num_ranks)
-    units = _num_units(traced, plan, around)
     num_devices = num_ranks * around.tensor.size * around.replicas.size
     slowdown = around.devices[0].slowdown(num_devices)
     useful = microbatches * float(useful_times(traced.trace, around.devices[0]).sum()) / num_ranks
@@ -129,7 +128,9 @@ def step_parts(
         executor=inside
         + kernels.step
         + _agreement_seconds(around)
-        + units * (kernels.unit_step + microbatches * kernels.unit),
+        + sum(
+            at(kernels.unit_step, size) + microbatches * at(kernels.unit, size) for size in _units(traced, plan, around)
+        ),
         offload=timeline.stalled,
         useful=useful,
         amount=amount * microbatches * around.replicas.size // around.context.size,
@@ -223,12 +224,13 @@ def _agreement_seconds(around: StepSurroundings) -> float:
     return sum(collective_time(CollectiveKind.ALL_REDUCE, 8, group, device) for group in groups)
 
 
-def _num_units(traced: Traced, plan: Plan, around: StepSurroundings) -> int:
-    """Units of a model that runs as it is with its parameters in parts; 0 of others."""
+def _units(traced: Traced, plan: Plan, around: StepSurroundings) -> list[int]:
+    """Bytes of the units of a model that runs as it is with its parameters in parts; of others there are none."""
     if not around.divides_parameters or traced.has_program(len(plan.stages)):
-        return 0
+        return []
     trace = traced.trace
-    return len(traced_units(trace, range(len(trace.nodes)), range(len(trace.state)), traced.units, traced.experts))
+    units = traced_units(trace, range(len(trace.nodes)), range(len(trace.state)), traced.units, traced.experts)
+    return [sum(trace.state[i].spec.num_bytes for i in unit.state) for unit in units]
 
 
 def _reduce_times(gradients: float, around: StepSurroundings, device: Device) -> tuple[float, float]:

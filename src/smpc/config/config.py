@@ -19,7 +19,7 @@ Nothing is read from the environment unless it is passed in.
 
 The keys, their defaults and their rules come from the public configuration reference of SMP v1 (smdistributed-modelparallel), but for
 `schedule`, `virtual_pipeline_degree`, `tensor_parallel_plan`, `tensor_parallel_outputs`, the timeouts, `program_cache_size`, `kernels`,
-`nan_policy`, `verify`, `fully_shard`, `context_parallel_degree` and `expert_parallel_degree`, which are additions, and
+`nan_policy`, `verify`, `device`, `fully_shard`, `context_parallel_degree` and `expert_parallel_degree`, which are additions, and
 `processes_per_host`, which the reference has for `mpi`.
 """
 
@@ -96,6 +96,11 @@ class Config(PlannerKeys):
         meaning="With a tensor_parallel_plan, names of the tensors that the model returns, such as `loss`, separated by commas; None in "
         "place of others, so that logits need not be gathered. Empty: all",
         as_option=_names_in_config,
+    )
+    device: str = key(
+        "",
+        "What the model is cut for, and times are predicted for: names of devices or .toml files, as `smpc calibrate` writes them, "
+        "separated by commas: one for all pipeline ranks, or one for each (docs/planner.md). Empty: what the ranks run on, by its name",
     )
     start_timeout: float = key(
         1800.0,
@@ -278,6 +283,11 @@ class Config(PlannerKeys):
     def kept_outputs(self) -> tuple[str, ...] | None:
         """What `tensor_parallel_outputs` names; None: all that the model returns."""
         return _names_in_config(self.tensor_parallel_outputs)
+
+    @property
+    def device_names(self) -> tuple[str, ...]:
+        """What `device` names; (): nothing."""
+        return _names_in_config(self.device) or ()
 
     @classmethod
     def parse(

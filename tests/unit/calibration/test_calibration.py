@@ -31,7 +31,7 @@ from smpc.cli import main
 from smpc.errors import ConfigError
 from smpc.partitioner.costs.collectives import IN_OPERATIONS, CollectiveKind, collective_time, sent_time
 from smpc.partitioner.costs.cost import CostModel, NodeTimes, node_times, work_of
-from smpc.partitioner.costs.device import Device, Group, Kernels, Wire
+from smpc.partitioner.costs.device import NONE, Device, Group, Kernels, Wire
 from smpc.partitioner.costs.device_file import find_device
 from smpc.tracer import record
 
@@ -148,7 +148,7 @@ def test_a_machine_is_measured_written_and_read_again(tmp_path, monkeypatch):
     assert device.kernels.view > 0
     assert {"view", "transpose", "getitem"} <= set(device.kernels.views)
     assert set(device.kernels.deferred) == {"linear", "conv"}
-    assert device.kernels.unit == 0.0  # there is nobody to share parameters with
+    assert device.kernels.unit == NONE  # there is nobody to share parameters with
     assert 1e7 < device.host.rate < 1e12
     assert device.host.latency < 1e-2
     path = tmp_path / "here.toml"
@@ -177,7 +177,12 @@ def test_damaged_files_are_refused_or_read_as_devices(tmp_path, seed):
         "x", {"float32": 1e12}, 1e11, 10**9, 2, WIRE, WIRE, "", "gloo", Kernels(1e-6, operations=operations),
         collectives={"all-reduce": ((1.0, 1e4),)},
     )  # fmt: skip
-    more = {"views": {"view": (1e-6, 2e-6)}, "action": 1e-5, "unit": 1e-4, "deferred": {"conv": ((1e6, 1e-4),)}}
+    more = {
+        "views": {"view": (1e-6, 2e-6)},
+        "action": 1e-5,
+        "unit": ((1.0, 1e-4),),
+        "deferred": {"conv": ((1e6, 1e-4),)},
+    }
     device = dataclasses.replace(device, kernels=dataclasses.replace(device.kernels, **more))
     data = tomllib.loads(to_toml(device, ""))
     generator = random.Random(seed)

@@ -88,7 +88,7 @@ def test_the_parts_of_a_rank_add_up(plan):
     assert (parts.amount, parts.unit, parts.devices) == (2, "samples", 2)
 
 
-EXECUTOR = Kernels(action=0.25, step=0.5, unit=0.125, deferred={"linear": ((1.0, 0.375),)})
+EXECUTOR = Kernels(action=0.25, step=0.5, unit=((1.0, 0.125),), deferred={"linear": ((1.0, 0.375),)})
 
 
 def planned_on(kernels, schedule="1f1b", microbatches=4):
@@ -154,10 +154,26 @@ def parts_alone(device, sharding, microbatches=4, units=(10**6, 10**9)):
 
 def test_units_in_parts_cost_the_executor_in_each_microbatch_and_step_where_no_program_runs():
     wire = Wire(INFINITE, 0.0)
-    device = Device("d", {"float32": 1e3}, INFINITE, 1, 2, wire, wire, kernels=Kernels(unit=0.125, unit_step=0.5))
+    device = Device(
+        "d",
+        {"float32": 1e3},
+        INFINITE,
+        1,
+        2,
+        wire,
+        wire,
+        kernels=Kernels(unit=((1.0, 0.125),), unit_step=((1.0, 0.5),)),
+    )
     per_unit = 4 * 0.125 + 0.5
     for sharding, expected in ((Sharding.FULL, 4 * per_unit), (Sharding.NONE, 0.0)):  # three layers and the model
         assert parts_alone(device, sharding).executor == pytest.approx(expected)
+
+
+def test_larger_units_may_cost_the_executor_more():
+    wire = Wire(INFINITE, 0.0)
+    kernels = Kernels(unit=((80.0, 0.125), (160.0, 0.25)), unit_step=((160.0, 0.5),))
+    device = Device("d", {"float32": 1e3}, INFINITE, 1, 2, wire, wire, kernels=kernels)
+    assert parts_alone(device, Sharding.FULL).executor == pytest.approx(4 * (3 * 0.125 + 0.25) + 4 * 0.5)
 
 
 def test_units_in_parts_have_collectives_of_their_own_and_gloo_hides_none():

@@ -355,6 +355,7 @@ def test_every_key_that_is_neither_used_nor_refused_nor_warned_about_is_known():
         "active_microbatches",
         "schedule",
         "virtual_pipeline_degree",
+        "device",
         "start_timeout",
         "step_timeout",
         "checkpoint_timeout",

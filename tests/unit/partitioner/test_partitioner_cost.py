@@ -14,9 +14,10 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from smpc.executor.split_backward import intercept
-from smpc.partitioner.costs.cost import DEFERRABLE, CostModel, name_of, node_times, weight_time
+from smpc.partitioner.costs.cost import DEFERRABLE, CostModel, node_times, weight_time
 from smpc.partitioner.costs.device import Kernels
 from smpc.partitioner.costs.device_file import find_device
+from smpc.partitioner.costs.operation_kinds import name_of
 from smpc.tracer import record, targets
 from smpc.tracer.constants import Ref
 

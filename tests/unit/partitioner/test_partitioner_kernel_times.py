@@ -9,9 +9,17 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from smpc.partitioner.costs.cost import CostModel, attention_flops, is_attention, name_of, node_times, product_of
+from smpc.partitioner.costs.cost import CostModel, node_times
 from smpc.partitioner.costs.device import Kernels
 from smpc.partitioner.costs.device_file import find_device
+from smpc.partitioner.costs.operation_kinds import (
+    attention_flops,
+    broader_name,
+    is_attention,
+    measured_flops,
+    name_of,
+    product_of,
+)
 from smpc.tracer import record
 
 A100 = find_device("a100")
@@ -43,6 +51,49 @@ def test_shapes_of_products():
     assert product_of(node_of(nn.Conv2d(3, 16, 3), torch.zeros(2, 3, 10, 10))[1]) == (1, 2 * 8 * 8, 16, 27)
     assert product_of(node_of(nn.Conv1d(3, 16, 5), torch.zeros(2, 3, 10))[1]) == (1, 2 * 6, 16, 15)
     assert product_of(node_of(Call(torch.neg), meta(4), flops=False)[1]) is None
+
+
+@pytest.mark.parametrize(
+    ("convolution", "shape", "name"),
+    [
+        (nn.Conv2d(16, 32, 3, padding=1), (2, 16, 32, 32), "conv"),
+        (nn.Conv2d(16, 32, 3, stride=2, padding=1), (2, 16, 32, 32), "conv"),
+        (nn.ConvTranspose2d(16, 32, 3, stride=2), (2, 16, 32, 32), "conv"),
+        (nn.Conv1d(8, 8, 5), (2, 8, 64), "conv"),
+        (nn.Conv2d(16, 32, 1), (2, 16, 32, 32), "conv_pointwise"),
+        (nn.Conv2d(512, 16, 1, bias=False), (2, 512, 4, 4), "conv_pointwise"),
+        (nn.Conv2d(16, 32, 1, stride=2), (2, 16, 32, 32), "conv_pointwise"),
+        (nn.Conv2d(3, 64, 8, stride=8), (2, 3, 32, 32), "conv_pointwise"),
+        (nn.Conv2d(32, 32, 3, padding=1, groups=32), (2, 32, 16, 16), "conv_grouped"),
+        (nn.Conv2d(32, 32, 3, padding=1, groups=4), (2, 32, 16, 16), "conv_grouped"),
+    ],
+)
+def test_convolutions_are_of_three_kinds(convolution, shape, name):
+    node = node_of(convolution, torch.zeros(shape))[1]
+    assert name_of(node) == name
+    assert broader_name(name) == "conv"
+
+
+def test_channels_that_fill_no_vector_register_count_as_if_they_did():
+    image = torch.zeros(2, 16, 32, 32)
+    narrow, full, wider = (node_of(nn.Conv2d(16, channels, 3), image)[1] for channels in (8, 16, 17))
+    assert measured_flops(narrow) == measured_flops(full) == full.flops == 2 * narrow.flops
+    assert measured_flops(wider) == 2 * full.flops
+    grouped, layer = (
+        node_of(nn.Conv2d(8, 8, 3, groups=8), image[:, :8])[1],
+        node_of(nn.Linear(8, 8), torch.zeros(4, 8))[1],
+    )
+    assert (measured_flops(grouped), measured_flops(layer)) == (grouped.flops, layer.flops)
+
+
+def test_a_kind_that_was_not_measured_takes_what_its_broader_kind_does():
+    node = node_of(nn.Conv2d(16, 32, 1), torch.zeros(2, 16, 32, 32))[1]
+    measured = {"conv": (((1.0, 0.5),), ((1.0, 0.25),))}
+    model = CostModel(peak_flops={"float32": 1.0}, kernels=Kernels(operations=measured))
+    assert model.forward_time(node, "float32") == pytest.approx(node.flops / 0.5)
+    finer = measured | {"conv_pointwise": (((1.0, 0.1),), ((1.0, 0.1),))}
+    model = CostModel(peak_flops={"float32": 1.0}, kernels=Kernels(operations=finer))
+    assert model.forward_time(node, "float32") == pytest.approx(node.flops / 0.1)
 
 
 def test_a_wave_that_is_not_full_takes_as_long_as_a_full_one():

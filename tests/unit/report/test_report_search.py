@@ -47,7 +47,9 @@ def test_the_parts_of_a_way_are_all_of_its_step():
     with torch.device("meta"):
         model = nn.Sequential(*(nn.Linear(16, 16) for _ in range(4)))
     h100 = find_device("h100")
-    device = dataclasses.replace(h100, kernels=dataclasses.replace(h100.kernels, action=1e-3, step=0.1, unit=0.2))
+    device = dataclasses.replace(
+        h100, kernels=dataclasses.replace(h100.kernels, action=1e-3, step=0.1, unit=((1.0, 0.2),))
+    )
     found = smpc.search(model, (torch.zeros(8, 16, device="meta"),), world_size=2, device=device)
     planned = [result for result in found.results if result.parts]
     assert len(planned) > 1

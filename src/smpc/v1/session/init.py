@@ -28,6 +28,7 @@ from __future__ import annotations
 
 import dataclasses
 import datetime
+import hashlib
 import os
 import socket
 import time
@@ -56,6 +57,8 @@ from smpc.mesh.device_mesh import make_groups
 from smpc.nn.parallel import TensorParallel, set_parallel
 from smpc.nn.random import RandomStreams
 from smpc.observe.window import Observation, Window
+from smpc.partitioner.costs.device import Device
+from smpc.partitioner.costs.device_file import find_devices
 from smpc.places import Launch
 from smpc.v1.session.object_messages import gather_objects
 from smpc.v1.session.process_state import Session, state
@@ -162,6 +165,7 @@ def init(config: Mapping[str, Any] | Config | None = None) -> None:
     launch = _running_launch() if given else Launch.read(os.environ)
     parsed = _parse(config, warn=launch.rank == 0)
     _check_hosts(parsed, launch)
+    planned_for = _devices_of(parsed)
     mesh = Mesh.build(parsed, launch.world_size)
     backend = dist.get_backend_config() if given else _choose_backend(parsed.ddp_dist_backend)
     device = _choose_device(backend, launch, given)
@@ -174,7 +178,7 @@ def init(config: Mapping[str, Any] | Config | None = None) -> None:
         with _watched(monitor, "connecting the processes"):
             if not given:
                 _start_world(backend, launch, parsed, store)
-            session = _make_session(parsed, mesh, launch, backend, device, monitor, owns_world=not given)
+            session = _make_session(parsed, mesh, launch, backend, device, planned_for, monitor, owns_world=not given)
         state.start(session)
         if device.type == "cpu":
             keep_freed_memory()
@@ -335,6 +339,7 @@ def _make_session(
     launch: Launch,
     backend: str,
     device: torch.device,
+    planned_for: tuple[Device, ...],
     monitor: FailureMonitor | None,
     *,
     owns_world: bool,
@@ -345,11 +350,13 @@ def _make_session(
     message_device = torch.device("cpu") if "gloo" in backend else device
     observation = Observation.read(os.environ)
     window = None if observation is None else observation.window
-    found = gather_objects((config, window, Process.own()), world, message_device, device)
-    _check_same([config for config, _, _ in found], [f"rank {rank}" for rank in range(len(found))])
-    _check_windows([window for _, window, _ in found])
+    mine = config, window, Process.own(), hashlib.sha256(repr(planned_for).encode()).hexdigest()
+    found = gather_objects(mine, world, message_device, device)
+    _check_same([config for config, *_ in found], [f"rank {rank}" for rank in range(len(found))])
+    _check_windows([window for _, window, *_ in found])
+    _check_devices(config, [digest for *_, digest in found])
     if monitor is not None:
-        monitor.start.know({rank: process for rank, (_, _, process) in enumerate(found) if rank != launch.rank})
+        monitor.start.know({rank: process for rank, (_, _, process, _) in enumerate(found) if rank != launch.rank})
     offset = 0 if launch.single_host or window is None else clock_offset(world, message_device)
     groups = make_groups(mesh, launch.rank, world, _timeout(config))
     gather_objects(
@@ -362,6 +369,7 @@ def _make_session(
         local_rank=launch.local_rank,
         local_size=launch.local_size,
         device=device,
+        planned_for=planned_for,
         message_device=message_device,
         groups=groups,
         parallel=_tensor_parallel(config, mesh, groups, mesh.pp_rank(launch.rank)),
@@ -382,6 +390,22 @@ def _tensor_parallel(
     group = TensorGroup.of(groups[Axis.TP])
     streams = RandomStreams(config.tensor_parallel_seed, group.rank, pipeline_rank)
     return TensorParallel(group, config.optimize, config.prescaled_batch, dtype, streams)
+
+
+def _devices_of(config: Config) -> tuple[Device, ...]:
+    """The device of each pipeline rank for which models are cut; (): the one that they run on. ConfigError if there is none such."""
+    names = config.device_names
+    return find_devices(names, config.pipeline_parallel_degree) if names else ()
+
+
+def _check_devices(config: Config, digests: list[str]) -> None:
+    """Raise ConfigError unless all ranks have read the same devices."""
+    odd = next((rank for rank, digest in enumerate(digests) if digest != digests[0]), None)
+    if odd is not None:
+        raise ConfigError(
+            f"device: {config.device!r} is another device on rank {odd} than on rank 0; give all hosts the same file, as ranks cut a model "
+            "by it"
+        )
 
 
 def _check_windows(windows: list[Window | None]) -> None:

@@ -40,6 +40,7 @@ from smpc.nn.distribution.registry import Registry
 from smpc.nn.parallel import TensorParallel
 from smpc.nn.registration import formats_in
 from smpc.observe.window import Observation
+from smpc.partitioner.costs.device import Device
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +53,7 @@ class Session:
     local_rank: int  # position among the processes of this host
     local_size: int  # processes on this host
     device: torch.device  # where this process computes
+    planned_for: tuple[Device, ...]  # that of each pipeline rank, by which models are cut; (): by the kind of `device`
     message_device: torch.device  # the device of the communication API's bytes while they are sent
     groups: Mapping[Axis, dist.ProcessGroup]
     parallel: TensorParallel  # how tensor-parallel modules are split

@@ -37,7 +37,6 @@ from smpc.mesh import Axis
 from smpc.optimizers.kept_state import planned
 from smpc.partitioner.costs.cost import NodeTimes, Workspace
 from smpc.partitioner.costs.device import DEVICES
-from smpc.partitioner.costs.device_file import find_device
 from smpc.partitioner.costs.optimizers import Optimizer, find_optimizer
 from smpc.partitioner.graph.plan import Plan, plan_warnings
 from smpc.sample_inputs import Inputs
@@ -269,8 +268,10 @@ class Compiler:
         session, control = self._session, self._control
         mine = measure_wire(self._transport, control.rank, control.size, session.device)
         wire = gather_objects(mine, session.groups[Axis.WORLD], session.message_device, session.device)[leader]
-        device = dataclasses.replace(find_device(_device_name(session.device)), inside_host=wire, between_hosts=wire)
-        self._options = dataclasses.replace(self._options, device=device)
+        devices = [
+            dataclasses.replace(device, inside_host=wire, between_hosts=wire) for device in self._options.devices
+        ]
+        self._options = dataclasses.replace(self._options, device=devices)
 
     def _record(self, signature: Signature, inputs: Inputs, answers: Answers | None) -> Recording:
         """The recording of a signature, on real inputs or with known answers to its questions about their values."""
@@ -360,7 +361,7 @@ def _options(session: Session, measures: Measures) -> PipelineOptions:
     config, mesh = session.config, session.mesh
     return PipelineOptions.of(
         config,
-        device=_device_name(session.device),
+        device=session.planned_for or _device_name(session.device),
         optimizer=planned_optimizer(config),
         data_parallel_degree=mesh.rdp_size // mesh.cp_size,  # whose buckets, or parts, count as memory
         expert_parallel_degree=1,  # the model that is recorded has this rank's
