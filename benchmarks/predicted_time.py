@@ -7,8 +7,8 @@ tensor parallelism (`tp`), replicas that hold parts (`fsdp`) or all (`ddp`) of i
 a model and a way is a job of its own: in processes that had trained others before, steps took up to 10% longer.
 
 The model is also cut for that device: for another one it might be cut elsewhere. A step is timed from `zero_grad` to its loss, on rank 0,
-without the optimizer; the median of the steps within 15% of the fastest counts, as in the calibration. The prediction is that of `smpc compile` for the same settings, its optimizer left out. The ratio of the two is printed,
-and at the end how far off the worst is.
+without the optimizer; the median of the steps within 15% of the fastest counts, as in the calibration. The prediction is that of `smpc
+compile` for the same settings, its optimizer left out. The ratio of the two is printed, and at the end how far off the worst is.
 
 A machine that others share is not always as fast as when it was calibrated: here products took 8 to 20% longer in some seconds than in
 others. So a small model trains between the steps as it did between the probes of the calibration. `pace` is how much longer that takes now,

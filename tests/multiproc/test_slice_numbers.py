@@ -17,6 +17,7 @@ import smpc.tensor_parallel
 import smpc.v1 as smp
 from smpc.errors import PeerError, StepError, UsageError
 from smpc.executor.collectives import TensorGroup
+from smpc.nn.script_writes.slice_numbers import known_number
 
 RIGHT = """
 p.add_(torch.empty_like(p).normal_(), alpha=0.01)
@@ -257,3 +258,36 @@ def differentiates(rank, folder):
 def test_penalties_of_slices_are_not_differentiated(tmp_path):
     """Each rank had the gradient of its slice's norm, and a loss of its own."""
     assert run_workers(differentiates, 2, tmp_path) == [[]] * 2
+
+
+def saves(rank, folder):
+    """Numbers of slices in files, by everything that a script can save with."""
+    smp.init({"microbatches": 2, "ddp": True, "tensor_parallel_degree": 2, **PLAN})
+    model = smp.DistributedModel(make())
+    optimizer = smp.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+    step(model, IDS)
+    weight = next(parameter for parameter in model.local_parameters() if known_number(parameter.shape[0]) is not None)
+    norm, rows = weight.detach().norm().item(), weight.shape[0]
+    found = {"norm": norm, "rows": [rows, (rows, 2)], "shape": weight.shape, "of all": 1.5}
+    assert known_number(norm) is not None
+    torch.save(found, folder / f"torch_{rank}.pt")
+    smp.save(found, str(folder / "smp.pt"))
+    smp.save_checkpoint(
+        str(folder / "saved"), "now", partial=True, model=model, optimizer=optimizer, user_content={"found": found}
+    )
+    assert (found["norm"], found["rows"][0]) == (norm, rows)
+    assert known_number(found["rows"][0]) is not None  # what is saved stays what it was
+    user = smp.resume_from_checkpoint(str(folder / "saved"), "now", partial=True)["found"]
+    user = user if rank == 0 else found  # rank 0's counts
+    expected = {"norm": float(norm), "rows": [int(rows), (int(rows), 2)], "shape": torch.Size(map(int, weight.shape))}
+    return [
+        {name: each[name] for name in expected} == expected and each["of all"] == 1.5
+        for each in (
+            torch.load(folder / f"torch_{rank}.pt", weights_only=True), smp.load(str(folder / "smp.pt")), user
+        )
+    ]  # fmt: skip
+
+
+def test_numbers_of_slices_are_ordinary_ones_in_files(tmp_path):
+    """They made files, and checkpoints, which torch's loader of weights refused."""
+    assert run_workers(saves, 2, tmp_path) == [[True] * 3] * 2

@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.distributed import distributed_c10d
 from torch.utils._pytree import tree_leaves
 
-from smpc.nn.init.whole_fills import change_function
+from smpc.nn.changed_functions import change_function
 
 Refuse = Callable[[str, Tensor], Exception]
 

@@ -198,6 +198,10 @@ class _JsonFlattening:
         """The JSON value at a position of the tree."""
         if tree is None or type(tree) in (bool, int, str):
             return tree
+        if (
+            isinstance(tree, int) and tree.__reduce_ex__(2)[0] is int
+        ):  # of a class that is pickled as an ordinary number
+            return int.__index__(tree)
         if isinstance(tree, (np.bool_, np.integer, np.floating)):
             value = tree.item()
             return {_TAG: "number", "dtype": tree.dtype.name, "value": self.of(value, place)}

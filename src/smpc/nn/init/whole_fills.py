@@ -23,13 +23,13 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
-from types import FunctionType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import init
 
+from smpc.nn.changed_functions import change_function
 from smpc.nn.script_writes.slice_numbers import decided, known_number
 
 _FILLS = (
@@ -87,18 +87,6 @@ def _patch_init() -> None:
     change_function(init._calculate_fan_in_and_fan_out, _of_whole)
     change_function(init._calculate_correct_fan, _of_whole)
     change_function(nn.Embedding._fill_padding_idx_with_zero, _padding)
-
-
-def change_function(function: Any, make: Callable[[Any], Callable[..., Any]]) -> None:
-    """Have a function of Python do what `make` makes of what it has done, under every name that it has been given."""
-    original = FunctionType(function.__code__, function.__globals__, function.__name__, function.__defaults__)
-    original.__kwdefaults__ = function.__kwdefaults__
-    function.__code__, function.__defaults__ = _changed.__code__, None
-    function.__kwdefaults__, function.__wrapped__ = {"_smpc_made": make(original)}, original
-
-
-def _changed(*args: Any, _smpc_made: Callable[..., Any], **kwargs: Any) -> Any:
-    return _smpc_made(*args, **kwargs)
 
 
 def _filling(original: Callable[..., Tensor]) -> Callable[..., Tensor]:

@@ -7,10 +7,14 @@
     torch.tensor(scale)                       an ordinary tensor, to be summed over ranks
     weight.shape[0] ** -0.5                   SliceNumber, too: the slice has fewer rows
     torch.empty(weight.shape)                 as any size
+    torch.save({"norm": scale}, path)         an ordinary number in the file
 
 `float(norm)`, functions of `math`, copies and files have ordinary numbers, of which nothing is known. Those that differ between ranks
 are found when ranks compare (`compared`). Sizes of equal slices do not, so `math.sqrt(weight.shape[0])` is an error. Comparisons with zero
 or next to it, infinity, and what was computed, tell nothing of a size, and are any.
+
+Pickled, they are calls of `float` and `int`, which torch's loader of weights refuses. So torch.save gets ordinary numbers in their place:
+it is changed when the first number is made, and stays so.
 """
 
 from __future__ import annotations
@@ -20,7 +24,11 @@ import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import torch
+from torch.utils._pytree import tree_any, tree_map_only
+
 from smpc.errors import UsageError
+from smpc.nn.changed_functions import change_function
 
 _DIGITS = 6
 _TINY = 1e-5  # up to here numbers keep others from being divided by zero
@@ -38,6 +46,7 @@ class SliceNumber(float):
     @classmethod
     def told(cls, value: float, of: Any) -> SliceNumber:
         """A number that was computed of a slice alone."""
+        _save_as_ordinary_numbers()
         found = float.__new__(cls, value)
         found.of = of
         return found
@@ -61,6 +70,7 @@ class SliceInt(int):
     @classmethod
     def told(cls, value: int, of: Any) -> SliceInt:
         """A number that was computed of a slice alone."""
+        _save_as_ordinary_numbers()
         found = int.__new__(cls, value)
         found.of = of
         return found
@@ -106,6 +116,32 @@ def tells_of_size(other: Any) -> bool:
     if not isinstance(other, int | float) or known_number(other) is not None:
         return False
     return abs(other) > _TINY and math.isfinite(other) and float(f"{other:.{_DIGITS}g}") == other
+
+
+def ordinary(tree: Any) -> Any:
+    """`tree`, or one like it with ordinary numbers in place of these, in whatever torch's pytree takes apart."""
+    kinds = (SliceNumber, SliceInt)
+    return (
+        tree_map_only(kinds, _ordinary_number, tree) if tree_any(lambda leaf: isinstance(leaf, kinds), tree) else tree
+    )
+
+
+def _ordinary_number(number: Any) -> Any:
+    return int.__index__(number) if isinstance(number, int) else float(number)
+
+
+@functools.cache
+def _save_as_ordinary_numbers() -> None:
+    """Have torch.save do so."""
+    change_function(torch.save, _saving)
+
+
+def _saving(original: Callable[..., None]) -> Callable[..., None]:
+    @functools.wraps(original)
+    def save(obj: object, *args: Any, **kwargs: Any) -> None:
+        original(ordinary(obj), *args, **kwargs)
+
+    return save
 
 
 def _reckoning(base: type, name: str) -> Callable[..., Any]:
