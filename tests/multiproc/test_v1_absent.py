@@ -5,6 +5,7 @@ import math
 import warnings
 
 import mixtures
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -14,7 +15,7 @@ from torch.nn.utils import parameters_to_vector, vector_to_parameters
 from v1_harness import MB, batches, feed, make_model, start, train_step
 
 import smpc.v1 as smp
-from smpc.errors import UsageError
+from smpc.errors import PeerError, UsageError
 
 
 def scripts_lines(rank, folder):
@@ -255,6 +256,52 @@ def averaged_alone(model):
         torch._foreach_mul_(list(model.parameters()), 1 - 0.1 * mean)
 
 
+def total_of_floats(model):
+    return math.sqrt(sum(float(p.grad.square().sum()) for p in model.parameters() if p.grad is not None))
+
+
+def clipped_by_a_float_alone(model):
+    most = min(1.0, 0.01 / total_of_floats(model))
+    for p in model.parameters():
+        if p.grad is not None:
+            p.grad.mul_(most)
+
+
+def clipped_by_numpy_alone(model):
+    total = np.sqrt(sum((p.grad.numpy() ** 2).sum() for p in model.parameters()))
+    torch._foreach_mul_([p.grad for p in model.parameters()], float(0.01 / total))
+
+
+def clipped_past_a_float_alone(model):
+    """One stage has more than this, the other has not."""
+    total = total_of_floats(model)
+    if total > 0.1:
+        for p in model.parameters():
+            p.grad.mul_(0.1 / total)
+
+
+def stepped_by_a_float_alone(model):
+    total = total_of_floats(model)
+    for p in model.parameters():
+        p.data.add_(p.grad, alpha=-0.01 / total)
+
+
+def normalized_by_floats(model):
+    for p in model.parameters():
+        p.grad.div_(float(p.grad.norm()) + 1e-3)
+
+
+def clipped_by_a_float_of_all(model):
+    total = summed_up(torch.tensor(total_of_floats(model) ** 2)).sqrt().item()
+    for p in model.parameters():
+        p.grad.mul_(min(1.0, 0.01 / total))
+
+
+def decayed_by_depth(model):
+    for depth, p in enumerate(model.parameters()):
+        p.grad.mul_(0.87**depth)
+
+
 _RIGHT = (
     noise,
     adaptive_clipping,
@@ -263,7 +310,11 @@ _RIGHT = (
     rows_and_counts,
     clipped_by_all,
     weights_by_all,
+    normalized_by_floats,
+    clipped_by_a_float_of_all,
+    decayed_by_depth,
 )
+_COMPARED = (clipped_by_a_float_alone, clipped_by_numpy_alone, clipped_past_a_float_alone, stepped_by_a_float_alone)
 _REFUSED = (clipped_alone, clipped_by_a_number_alone, averaged_alone)
 _LINES = {each.__name__: each for each in (*_RIGHT, *_REFUSED)}
 
@@ -336,3 +387,35 @@ def test_what_scripts_compute_of_parameters_of_other_ranks(tmp_path):
             assert not isinstance(found, str), found
             for name, value in model.state_dict().items():
                 torch.testing.assert_close(found[name], value, msg=lambda text, at=(line, name): f"{at}: {text}")
+
+
+def train_compared(rank, folder, number, ends_in):
+    warnings.simplefilter("ignore")
+    smp.init({"pipeline_parallel_degree": 2, "microbatches": 1})
+    torch.manual_seed(0)
+    model = smp.DistributedModel(Stack())
+    optimizer = smp.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+    ids = torch.arange(8)
+    for _ in range(2):  # after the first step no rank has compared
+        optimizer.zero_grad()
+        step_of_stack(model, ids)
+        normalized_by_floats(model)
+        optimizer.step()
+    _COMPARED[number](model)
+    ends = {
+        "step": lambda: step_of_stack(model, ids),
+        "state_dict": model.state_dict,
+        "checkpoint": lambda: smp.save_checkpoint(str(folder / "saved"), "now", partial=True, model=model),
+    }
+    with pytest.raises((UsageError, PeerError), match="of which ranks have slices or stages"):
+        ends[ends_in]()
+    return not (folder / "saved").exists()
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("number", "ends_in"), [(0, "step"), (1, "state_dict"), (2, "step"), (2, "checkpoint"), (3, "step")]
+)
+def test_stages_compare_the_numbers_that_scripts_write_by(number, ends_in, tmp_path):
+    """A norm of one stage, once it was a float, scaled the gradients of each by another number, with a warning alone."""
+    assert run_workers(train_compared, 2, tmp_path, number, ends_in) == [True, True]

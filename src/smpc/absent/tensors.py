@@ -55,7 +55,8 @@ from smpc.nn.init.whole_fills import WholeTensor, fill_whole
 from smpc.nn.script_writes.callers import is_script
 from smpc.nn.script_writes.classes import are_plain
 from smpc.nn.script_writes.collectives import is_collective
-from smpc.nn.script_writes.slice_values import AskedFirst
+from smpc.nn.script_writes.compared import Writes
+from smpc.nn.script_writes.slice_values import AskedFirst, numbers_of_one
 from smpc.nn.script_writes.slices import answered, without_rows
 from smpc.nn.script_writes.uncompiled import leave_to_python
 
@@ -78,7 +79,8 @@ class AbsentPlace:
     """A parameter's name, its shape on its holders, the pipeline ranks of the holders and of this process, and its original class.
 
     `owner`: the parameter itself, where its memory was not freed. `whole`: its shape in one process, where holders have slices. `ranks`: of
-    all, those that share the model with this process; `have_gradients()`: whether this one has any.
+    all, those that share the model with this process; `have_gradients()`: whether this one has any. `writes`: where it is noted what this
+    process's script would have written.
     """
 
     name: str
@@ -91,6 +93,7 @@ class AbsentPlace:
     whole: torch.Size | None = None
     ranks: tuple[int, ...] = ()
     have_gradients: Callable[[], bool] = lambda: False
+    writes: Writes | None = None
 
     def refuse(self, what: str) -> UsageError:
         """The error for an operation that needs its values."""
@@ -245,6 +248,8 @@ def _run_in_place(
     if isinstance(target, Absent):
         if name in _DRAWING:
             _draw(func, place, target, args, kwargs)
+        elif is_of_script and place.writes is not None:
+            place.writes.note_of_one(place.name, name, numbers_of_one(args, kwargs), is_here=False)
         return target
     if is_of_script and _is_between_steps(place, args, kwargs):
         return _without_rows(name, func, args, kwargs)
@@ -337,7 +342,7 @@ def _without_rows(what: str, func: Callable[..., Any], args: Sequence[Any], kwar
         place: AbsentPlace = getattr(value, _PLACE)
         with torch._C.DisableTorchFunctionSubclass():
             values = value.detach().as_subclass(Tensor)
-            return without_rows(place.name, value, values, place.ranks, place.text, place.refuse)
+            return without_rows(place.name, value, values, place.ranks, place.text, place.refuse, place.writes)
 
     given, named = tree_map(told, (tuple(args), dict(kwargs)))
     try:
@@ -410,7 +415,7 @@ def _gradient(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str
         return None
     with torch._C.DisableTorchFunctionSubclass():
         values = torch.empty_like(args[0].detach().as_subclass(Tensor))
-    return without_rows(place.name, args[0], values, place.ranks, place.text)
+    return without_rows(place.name, args[0], values, place.ranks, place.text, writes=place.writes)
 
 
 def _is_library(names: Mapping[str, Any]) -> bool:

@@ -187,7 +187,9 @@ def test_the_device_of_the_config_file_counts(smpc, factories, tmp_path):
     config = tmp_path / "smp.json"
     config.write_text(json.dumps({"partitions": 2, "device": "a100"}))
     by_file = smpc("compile", f"{factories}:build", "--config", str(config), "--json")
-    by_options = smpc("compile", f"{factories}:build", "-p", "2", "--memory-weight", "0.8", "--device", "a100", "--json")
+    by_options = smpc(
+        "compile", f"{factories}:build", "-p", "2", "--memory-weight", "0.8", "--device", "a100", "--json"
+    )
     h100 = smpc("compile", f"{factories}:build", "--config", str(config), "--device", "h100", "--json")
     assert by_file == by_options != h100
     assert by_file[0] == h100[0] == 0

@@ -22,6 +22,6 @@ from smpc.v1.steps.programs.compiler import _options
 )
 def test_parts_lie_over_context_parallel_ranks_as_well(settings, world, holders, shards):
     config = Config.parse({"pipeline_parallel_degree": 2, "ddp": True, "microbatches": 4, **settings})
-    session = SimpleNamespace(config=config, mesh=Mesh.build(config, world), device=torch.device("cpu"))
+    session = SimpleNamespace(config=config, mesh=Mesh.build(config, world), device=torch.device("cpu"), planned_for=())
     options = _options(session, Measures(False, False))
     assert (options.num_holders, options.num_shards) == (holders, shards)

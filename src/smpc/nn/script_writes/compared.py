@@ -10,6 +10,13 @@
 A number that has left its tensor (`float`, `math`, NumPy, a branch) is known to nobody. Values of one process are the same on all ranks,
 so ranks that write by other ones write what one process does not. One message of two numbers each time, more only where something is
 amiss. Numbers that differ in last bits are alike: ranks may have summed up in another order.
+
+Of what one rank has, such as a stage of a pipeline, the others tell which number they would have written. It counts where the holder's
+is for others' parameters as well:
+
+    for g in gradients: g.mul_(0.1 / total)           total of a stage: other numbers for each gradient, UsageError
+    for g in gradients: g.mul_(1 / float(g.norm()))   the holder's is its own: what others would have written says nothing
+    if total > 1: ...                                 a stage has not come to the line, and others have, for its gradients too: UsageError
 """
 
 from __future__ import annotations
@@ -18,7 +25,7 @@ import math
 import struct
 import weakref
 import zlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -47,6 +54,8 @@ class Write:
     where: str
     used: Used
     is_of_one: bool = False  # into what one rank has; another may not write it, as it has no gradient of it
+    is_here: bool = True  # of such a one: whether this rank has it
+    holders: tuple[int, ...] = ()  # the ranks of the group that have it, if they are known
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,15 +88,41 @@ class _Read:
         return _number([self.kind, repr(self.write.used.numbers), *(each.first for each in self.operands)])
 
 
-class Writes:
-    """What this rank's script has written into parameters of a model since the ranks of `group` compared."""
+@dataclass(frozen=True, slots=True)
+class _OfOne:
+    """A number for what one rank has. `key`: of its line and parameter. `is_for_all`: the line has it for some that this rank has, and for
+    some that others have. `holder`: -1 where it is not known."""
 
-    def __init__(self, model: nn.Module, group: TensorGroup) -> None:
+    key: int
+    line: int
+    is_here: bool
+    is_for_all: bool
+    holder: int
+    value: float
+
+
+class Writes:
+    """What this rank's script has written into parameters since the ranks of `group` compared: those of a model, for `compare_scripts`, or
+    of None, for whoever calls `compare`. `holders`: by name, the ranks of the group that have what others have not."""
+
+    def __init__(
+        self, model: nn.Module | None, group: TensorGroup, holders: Mapping[str, tuple[int, ...]] | None = None
+    ) -> None:
         self.group = group
+        self.must_see = model is not None  # all writes, as others have slices of the same
+        self._holders = {} if holders is None else holders  # which may grow
         self._writes: list[Write] = []
         self._of_one: list[Write] = []
-        _of_modules.setdefault(model, []).append(self)
-        _in_models.clear()
+        if model is not None:
+            _of_modules.setdefault(model, []).append(self)
+            _in_models.clear()
+
+    def __len__(self) -> int:
+        return len(self._writes) + len(self._of_one)
+
+    def compare(self) -> None:
+        """`compare_scripts` of these. Collective over the group."""
+        _Comparison(self.group).check(_read(self.take()))
 
     def note(self, name: str, function: str, used: Used) -> None:
         """This rank's script writes into the parameter of a name."""
@@ -97,12 +132,12 @@ class Writes:
             last = self._writes[-1]
             self._writes[-1] = Write(last.what, last.where, last.used.and_also(used))
 
-    def note_of_one(self, name: str, function: str, numbers: tuple[float, ...]) -> None:
+    def note_of_one(self, name: str, function: str, numbers: tuple[float, ...], *, is_here: bool) -> None:
         """The same, into what one rank of the group has; the others say which numbers they would have written."""
         if numbers and len(self._of_one) < _MOST:
-            self._of_one.append(
-                Write(f"{function} of {name!r}", line_of_script(), Used(numbers=numbers), is_of_one=True)
-            )
+            holders = self._holders.get(name, ())
+            what = f"{function} of {name!r}"
+            self._of_one.append(Write(what, line_of_script(), Used(numbers=numbers), True, is_here, holders))
 
     def take(self) -> list[Write]:
         """What it has; nothing afterwards."""
@@ -175,25 +210,46 @@ class _Comparison:
 
     def _check_of_one(self, writes: Sequence[Write]) -> None:
         """Numbers of one line and parameter, as often as ranks have come to it."""
+        numbers = [(each, at, value) for each in writes for at, value in enumerate(each.used.numbers)]
+        both = [{(each.where, value) for each, _, value in numbers if each.is_here == here} for here in (False, True)]
         own = [
-            (_number([each.what, each.where, at]), value)
-            for each in writes
-            for at, value in enumerate(each.used.numbers)
+            _OfOne(
+                _number([each.what, each.where, at]),
+                _number([each.where]),
+                each.is_here,
+                (each.where, value) in both[not each.is_here],
+                each.holders[0] if each.holders else -1,
+                value,
+            )
+            for each, at, value in numbers
         ]
+        found: dict[int, list[list[_OfOne]]] = {}
+        told = self._told_of_one(own)
+        for rank, of_rank in enumerate(told):
+            for one in of_rank:
+                found.setdefault(one.key, [[] for _ in told])[rank].append(one)
+        wrong = next((key for key, by_rank in found.items() if _is_apart(by_rank)), None) or _not_come_to(told)
+        if wrong is not None:
+            raise _other_writes(next((each for each in writes if _number([each.what, each.where, 0]) == wrong), None))
+
+    def _told_of_one(self, own: Sequence[_OfOne]) -> list[list[_OfOne]]:
+        """Those of all ranks."""
         most = max(count for (count,) in self._gathered([len(own)]))
-        padding = most - len(own)
-        keys = self._gathered([*(key for key, _ in own), *[-1] * padding])
-        values = self._gathered([*(value for _, value in own), *[ANY] * padding], torch.float64)
-        found: dict[int, list[list[float]]] = {}
-        for rank, of_rank in enumerate(keys):
-            for key, value in zip(of_rank, values[rank], strict=True):
-                found.setdefault(key, [[] for _ in keys])[rank].append(value)
-        for key, by_rank in found.items():
-            for together in zip(*filter(None, by_rank), strict=False):
-                if not _are_near([each for each in together if each != ANY] or [ANY], _NEAR):
-                    raise _other_writes(
-                        next((each for each in writes if _number([each.what, each.where, 0]) == key), None)
-                    )
+        told = self._gathered(
+            [number for one in own for number in (one.key, one.line, int(one.is_here), int(one.is_for_all), one.holder)]
+            + [-1] * (5 * (most - len(own)))
+        )
+        values = self._gathered([*(one.value for one in own), *[ANY] * (most - len(own))], torch.float64)
+        return [
+            [
+                _OfOne(key, line, bool(is_here), bool(is_for_all), holder, value)
+                for (key, line, is_here, is_for_all, holder), value in zip(
+                    zip(*[iter(of_rank)] * 5, strict=True), values[rank], strict=True
+                )
+                if key >= 0
+            ]
+            for rank, of_rank in enumerate(told)
+        ]
 
     def _check_operands(self, read: Sequence[_Read]) -> None:
         own = [(each.write, one) for each in read for one in each.operands]
@@ -228,6 +284,30 @@ def _operand(are_equal: int, first: int, whole: int, bits: int, num_elements: in
     return _Operand(bool(are_equal), first, whole, struct.unpack("d", struct.pack("q", bits))[0], num_elements)
 
 
+def _is_apart(by_rank: Sequence[Sequence[_OfOne]]) -> bool:
+    """Whether ranks have other numbers for one parameter in one line, as often as each has come to it."""
+    for together in zip(*filter(None, by_rank), strict=False):
+        numbers = [one.value for one in together if one.value != ANY] or [ANY]
+        is_for_all = any(one.is_for_all for one in together if one.is_here)
+        if is_for_all and not _are_near(numbers, _NEAR):
+            return True
+    return False
+
+
+def _not_come_to(told: Sequence[Sequence[_OfOne]]) -> int | None:
+    """The key of what a rank would have written for all, for a holder that has not come to that line."""
+    come_to = [{one.line for one in of_rank if one.is_here} for of_rank in told]
+    return next(
+        (
+            one.key
+            for of_rank in told
+            for one in of_rank
+            if not one.is_here and one.is_for_all and one.holder >= 0 and one.line not in come_to[one.holder]
+        ),
+        None,
+    )
+
+
 def _are_near(values: Sequence[float], near: float) -> bool:
     first, *others = values
     return all(math.isclose(first, each, rel_tol=near) or (first != first and each != each) for each in others)
@@ -240,10 +320,11 @@ def _number(values: Sequence[Any]) -> int:
 def _other_writes(write: Write | None) -> UsageError:
     mine = "no write" if write is None else f"{write.what} in {write.where}"
     return UsageError(
-        "expected scripts to write the same into parameters and gradients of which ranks have slices, and into others of the same model, "
-        "as one process does it to the whole, found other numbers, other tensors or another write on other ranks; here it is "
-        f"{mine}: what was computed of a slice alone (float(weight.norm()), a threshold, a branch by one) is another value on each rank, "
-        "and so is what one rank draws; sum up what all ranks have with torch.distributed.all_reduce first, and write on every rank"
+        "expected scripts to write the same into parameters and gradients of which ranks have slices or stages, and into others of the "
+        "same model, as one process does it to the whole, found other numbers, other tensors or another write on other ranks; here it is "
+        f"{mine}: what was computed of a slice or a stage alone (float(weight.norm()), a threshold, a branch by one) is another value on "
+        "each rank, and so is what one rank draws; sum up what all ranks have with torch.distributed.all_reduce first, and write on every "
+        "rank"
     )
 
 

@@ -320,7 +320,7 @@ def note_write(name: str, target: Any, args: Sequence[Any], kwargs: Mapping[str,
     whole, of = known_whole(target), known(target)
     writes = None if whole is None else whole.writes
     if whole is not None and writes is not None and not whole.is_everywhere:
-        writes.note_of_one(whole.name, name, _numbers_of_one(args, kwargs))
+        writes.note_of_one(whole.name, name, numbers_of_one(args, kwargs), is_here=True)
     elif whole is not None and writes is not None:
         given = [each for each in tree_leaves((args, kwargs)) if isinstance(each, Tensor) and each is not target]
         others = [*(each for each in given if known(each) is None), *([target] if draws_by(name) else [])]
@@ -330,7 +330,7 @@ def note_write(name: str, target: Any, args: Sequence[Any], kwargs: Mapping[str,
         return
     if of.is_empty:
         if of.is_held:
-            of.writes.note_of_one(of.name, name, _numbers_of_one(args, kwargs))
+            of.writes.note_of_one(of.name, name, numbers_of_one(args, kwargs), is_here=False)
         return
     used = _used(name, args, kwargs, target, of)
     own = of.parameter()
@@ -342,7 +342,7 @@ def note_write(name: str, target: Any, args: Sequence[Any], kwargs: Mapping[str,
         vars(target)[SLICE] = replace(of, used=of.used.and_also(used))
 
 
-def _numbers_of_one(args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[float, ...]:
+def numbers_of_one(args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[float, ...]:
     """What is compared of a write into what one rank has: numbers of a script. What was computed of a slice alone may be any."""
     leaves = (each for each in tree_leaves((args, kwargs)) if isinstance(each, float))
     return tuple(ANY if known_number(each) is not None else each for each in leaves)
@@ -429,7 +429,7 @@ def known_result(name: str, func: Callable[..., Any], args: Sequence[Any], kwarg
     """The result, which knows of what slice it is."""
     if name == "numpy":
         whole = known_whole(args[0])
-        if whole is None or whole.writes is not None:
+        if whole is None or (whole.writes is not None and whole.writes.must_see):
             result.flags.writeable = False  # what is written into it, nobody sees
         return result
     seen = [each for each in tree_leaves((args, kwargs)) if isinstance(each, SliceValues)]

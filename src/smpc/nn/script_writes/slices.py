@@ -188,10 +188,10 @@ def note_slices(
     _note(model, found)
 
 
-def note_own(model: nn.Module, names: Iterable[str]) -> None:
-    """This rank has these parameters, by name, whole, and not all of the model's."""
+def note_own(model: nn.Module, names: Iterable[str], writes: Writes) -> None:
+    """This rank has these parameters, by name, whole, and not all of the model's. `writes`: where those of scripts are noted."""
     _support()
-    _note(model, [_WholeOf(name, Place.of(model, name), None, is_everywhere=False) for name in names])
+    _note(model, [_WholeOf(name, Place.of(model, name), writes, is_everywhere=False) for name in names])
 
 
 def without_rows(
@@ -201,11 +201,12 @@ def without_rows(
     ranks: Ranks,
     holders: str,
     hide: Callable[[str], Exception] | None = None,
+    writes: Writes | None = None,
 ) -> SliceValues:
     """What a script sees of `values`, which have no rows, in the place of a parameter that `holders` among these ranks have, or of its
-    gradient. `hide`: the error for reading what is computed of them, by what reads it."""
+    gradient. `hide`: the error for reading what is computed of them, by what reads it. `writes`: as above."""
     found = OfSlice.of(name, lambda: parameter, (0,), (ranks,), values)
-    return told(values, replace(found, is_held=True, holders=holders, hide=hide))
+    return told(values, replace(found, is_held=True, holders=holders, hide=hide, writes=writes))
 
 
 def _note(model: nn.Module, known: Sequence[_SliceOf | _WholeOf]) -> None:
@@ -315,7 +316,6 @@ class Place:
 @functools.cache
 def _support() -> None:
     """Optimizers choose by the class, and `nn.Parameter(weight.data * 2)` would be of the class of its values."""
-    torch.serialization.add_safe_globals([int, float])  # what numbers of slices are in files
     leave_to_python(__package__, SliceValues, SlicePartValues, SliceParameter, SlicePartParameter)
     optimizer._foreach_supported_types += [SliceParameter, SlicePartParameter]
     torchs = nn.Parameter.__new__

@@ -34,8 +34,10 @@ from torch import Tensor, nn
 from smpc import checkpoint
 from smpc.absent.tensors import AbsentPlace, AbsentTexts, empty, mark, unmark
 from smpc.errors import CheckpointError, PartitionError
+from smpc.executor.collectives import TensorGroup
 from smpc.nn.init.delayed import draw_delayed
 from smpc.nn.parallel import ParameterSlice, distributed_modules
+from smpc.nn.script_writes.compared import Writes
 from smpc.nn.script_writes.slices import note_own
 from smpc.partitioner.graph.plan import Plan
 from smpc.tracer.state.fakes import FakeState, installed, on_meta
@@ -144,12 +146,19 @@ def digest_of(tensor: Tensor) -> str:
 class Placement:
     """The holders of a model's state, and its original sizes. Grows when later programs use more parameters and buffers.
 
-    `slices`: the parameters of which tensor-parallel ranks hold slices. `ranks`: of the pipeline, among all. `is_spread`: whether every
-    rank holds only its own tensors, on its device.
+    `slices`: the parameters of which tensor-parallel ranks hold slices. `ranks`: of the pipeline, among all; `group`: theirs, None if there
+    is one. `is_spread`: whether every rank holds only its own tensors, on its device. `writes`: what scripts have written into these, and
+    would have into others', for ranks of the pipeline to compare.
     """
 
     def __init__(
-        self, model: nn.Module, rank: int, device: torch.device, slices: Slices, ranks: Sequence[int] = ()
+        self,
+        model: nn.Module,
+        rank: int,
+        device: torch.device,
+        slices: Slices,
+        ranks: Sequence[int] = (),
+        group: TensorGroup | None = None,
     ) -> None:
         self._model = model
         self._rank = rank
@@ -162,6 +171,7 @@ class Placement:
         self._parameters = dict(model.named_parameters())
         self._names = {id(parameter): name for name, parameter in self._parameters.items()}
         self._holders: dict[str, tuple[int, ...]] = {}
+        self.writes = None if group is None else Writes(None, group, self._holders)
         self._asked: dict[str, None] = {}
         self._written: frozenset[str] = frozenset()  # buffers, by any program
         self._slices: dict[str, tuple[ParameterSlice, torch.Size]] = {}
@@ -249,14 +259,15 @@ class Placement:
                     name, shape if shape.numel() else whole, self._holders[name], self._rank, kind, _TEXTS
                 )
                 place = dataclasses.replace(place, whole=whole, ranks=self._ranks, have_gradients=self._have_gradients)
+                place = dataclasses.replace(place, writes=self.writes)
                 mark(parameter, place)
         for name, buffer in self._model.named_buffers():
             if self.is_local(name):
                 buffer.data = buffer.data.to(self._device)
         self.is_spread = True
-        if len(self._ranks) > 1:
+        if self.writes is not None:
             own = [name for name in self._parameters if self.is_local(name)]
-            note_own(self._model, [name for name in own if name not in self._noted])
+            note_own(self._model, [name for name in own if name not in self._noted], self.writes)
             self._noted |= {*own}
 
     def _have_gradients(self) -> bool:

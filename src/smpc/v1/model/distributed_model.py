@@ -33,6 +33,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from smpc.errors import ConfigError, UsageError
+from smpc.executor.collectives import TensorGroup
 from smpc.executor.failure.start import StartPhase
 from smpc.mesh import Axis
 from smpc.v1.declare.recompute import apply_marks
@@ -269,8 +270,9 @@ class DistributedModel(ShownModel, TensorParallelModel, ObservedModel, NotWrappe
         experts = divide_experts(module, session, distribution.slices, needs_some=is_first)
         sequences = make_shared_sequences(module, session)
         mesh, rank = session.mesh, session.rank
+        stages = TensorGroup.of(session.groups[Axis.PP]) if mesh.pp_size > 1 else None
         placement = Placement(
-            module, mesh.pp_rank(rank), session.device, distribution.slices, mesh.group(Axis.PP, rank)
+            module, mesh.pp_rank(rank), session.device, distribution.slices, mesh.group(Axis.PP, rank), stages
         )
         if experts is not None:
             experts.place(placement)

@@ -121,8 +121,10 @@ class ModelState:
         return IncompatibleKeys([], [])
 
     def check_written(self) -> None:
-        """UsageError on all ranks if scripts have written into slices what one process would not. Collective."""
+        """UsageError on all ranks if scripts have written into slices, or stages, what one process would not. Collective."""
         compare_scripts(self._module)
+        if self._placement.writes is not None:
+            self._placement.writes.compare()
 
     def before_saving(self) -> None:
         """Run the hooks before saving."""

@@ -12,7 +12,8 @@
 A manual partition (`smp.partition`) may give rank 0 the last stage too: it then does the work of the first and the last column.
 
 Terms
-    header      which program runs, and whether the form of the arguments is the last one of this step function
+    header      which program runs, whether the form of the arguments is the last one of this step function, and whether rank 0's script
+                has written by numbers into parameters, which all ranks then compare; after the step, whether the last rank's has
     new         a signature without a program yet, see `smpc.v1.steps.programs.compiler`. The first one fixes which rank holds which
                 parameter
     evaluation  a step without backward. The first call of a function in a signature runs a training program, which can do without
@@ -453,11 +454,12 @@ class Pipeline:
         """The header, and the messages that it announces."""
         control = self._control
         memory = self._memories.setdefault(body.number, Memory())
-        numbers = [_FAILED, body.number, 0]
+        writes = self._context.placement.writes
+        numbers = [_FAILED, body.number, 0, 0]
         if request is not None:
             same = memory.arguments == request.form
-            numbers = [request.program, body.number, int(same)]
-        program, number, same_form = control.broadcast_numbers(numbers, 0)
+            numbers = [request.program, body.number, int(same), 0 if writes is None else len(writes)]
+        program, number, same_form, written = control.broadcast_numbers(numbers, 0)
         if number != body.number:
             raise UsageError(
                 f"this rank runs step function {body.name}, pipeline rank 0 runs another one; run the same step functions in the "
@@ -468,6 +470,8 @@ class Pipeline:
             control.acknowledge(0)  # rank 0 may exit now, but not before all have read it
             raise_error_on_all_ranks(description, failure)
         self._is_asked = True
+        if writes is not None and written:
+            writes.compare()
         if program == _NEW:
             signature = control.broadcast_object(None if request is None else request.signature, 0)
             program = self._add(signature)
@@ -503,7 +507,7 @@ class Pipeline:
 
     def _share(self, body: StepBody, memory: Memory, program: int, tail: LastRank | None) -> Outcome:
         """Bring the results of the last rank to all."""
-        control, last = self._control, self._last
+        control, last, writes = self._control, self._last, self._context.placement.writes
         form: ResultForm | None = None
         value: Any = None
         tensors: list[Tensor] = []
@@ -520,8 +524,13 @@ class Pipeline:
             int(tail is not None and tail.did_backward),
             0 if tail is None else tail.losses.verdict(self._session),
             0 if tail is None else loss_to_bits(tail.losses.mean),
+            0 if writes is None else len(writes),
         ]
-        status, did_backward, verdict, bits = control.broadcast_numbers(numbers, last)
+        status, did_backward, verdict, bits, written = control.broadcast_numbers(numbers, last)
+        if writes is not None and written:
+            writes.compare()
+        elif writes is not None:
+            writes.take()
         if status == _FAILED:
             description = control.broadcast_object(describe(failure), last)
             return Outcome(None, verdict, description, failure, did_backward=bool(did_backward))
