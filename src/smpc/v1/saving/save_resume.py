@@ -65,7 +65,7 @@ from smpc.v1.saving import data_position, full
 from smpc.v1.saving.data_position import StatefulData, check_data
 from smpc.v1.session.connections import job_store
 from smpc.v1.session.precision import session_half_dtype
-from smpc.v1.session.process_state import Session, state
+from smpc.v1.session.process_state import Script, Session, state
 from smpc.v1.session.wait_limits import loading
 
 RNG, STREAMS = "rng", "tensor_parallel_rng"
@@ -221,9 +221,7 @@ def save_checkpoint(
     check_data(data)
     found, keep = checkpointer(), num_kept_partial_checkpoints
     found.wait()
-    script = state.acting_script if model is None else state.script_of(model)
-    if script.model is not None and script.model.enclosing_join is not None:
-        script.model.enclosing_join.meet_all("smp.save_checkpoint")
+    script = _script_that_saves(model)
     contents: list[Content] = []
 
     def collect() -> str:
@@ -248,6 +246,14 @@ def save_checkpoint(
     else:
         saving.agree()
         saving.write()
+
+
+def _script_that_saves(model: DistributedModel | None) -> Script:
+    """The one whose objects are saved, once all its ranks are there. Collective."""
+    script = state.acting_script if model is None else state.script_of(model)
+    if script.model is not None and script.model.enclosing_join is not None:
+        script.model.enclosing_join.meet_all("smp.save_checkpoint")
+    return script
 
 
 def _check_alike(said: Iterable[str]) -> None:
