@@ -117,8 +117,10 @@ class Writes:
             _of_modules.setdefault(model, []).append(self)
             _in_models.clear()
 
-    def __len__(self) -> int:
-        return len(self._writes) + len(self._of_one)
+    @property
+    def num_for_all(self) -> int:
+        """How many into what one rank has are for all, see above."""
+        return len(_for_all(self._of_one))
 
     def compare(self) -> None:
         """`compare_scripts` of these. Collective over the group."""
@@ -183,7 +185,7 @@ class _Comparison:
         are_apart = any(not operand.are_equal for each in read for operand in each.operands)
         digests = [
             _number([each.digest for each in read]),
-            _number([(each.what, each.used.numbers) for each in of_one]),
+            _number([(each.what, each.used.numbers) for each in _for_all(of_one)]),
         ]
         told = self._gathered([*digests, int(are_apart)])
         if len({each[1] for each in told}) > 1:
@@ -282,6 +284,17 @@ def _read(writes: Sequence[Write]) -> list[_Read]:
 
 def _operand(are_equal: int, first: int, whole: int, bits: int, num_elements: int) -> _Operand:
     return _Operand(bool(are_equal), first, whole, struct.unpack("d", struct.pack("q", bits))[0], num_elements)
+
+
+def _for_all(writes: Sequence[Write]) -> list[Write]:
+    """Those with a number that their line has both for what this rank has and for what others have."""
+    both = [
+        {(each.where, value) for each in writes if each.is_here == here for value in each.used.numbers}
+        for here in (False, True)
+    ]
+    return [
+        each for each in writes if any((each.where, value) in both[not each.is_here] for value in each.used.numbers)
+    ]
 
 
 def _is_apart(by_rank: Sequence[Sequence[_OfOne]]) -> bool:

@@ -458,7 +458,7 @@ class Pipeline:
         numbers = [_FAILED, body.number, 0, 0]
         if request is not None:
             same = memory.arguments == request.form
-            numbers = [request.program, body.number, int(same), 0 if writes is None else len(writes)]
+            numbers = [request.program, body.number, int(same), 0 if writes is None else writes.num_for_all]
         program, number, same_form, written = control.broadcast_numbers(numbers, 0)
         if number != body.number:
             raise UsageError(
@@ -524,7 +524,7 @@ class Pipeline:
             int(tail is not None and tail.did_backward),
             0 if tail is None else tail.losses.verdict(self._session),
             0 if tail is None else loss_to_bits(tail.losses.mean),
-            0 if writes is None else len(writes),
+            0 if writes is None else writes.num_for_all,
         ]
         status, did_backward, verdict, bits, written = control.broadcast_numbers(numbers, last)
         if writes is not None and written:
