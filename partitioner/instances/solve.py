@@ -368,7 +368,7 @@ class InstanceSolution:
     note: str = ""  # a solver limit that was hit, for instance
 
 
-def solve_instance(instance: Instance, gap: float = 1e-3, time_limit: float = TIME_LIMIT) -> InstanceSolution:
+def solve_instance(instance: Instance, gap: float = 1e-3, time_limit: float = 40.0) -> InstanceSolution:
     """The best placement found, to within the relative `gap` if that can be proven.
 
     time_limit: seconds for the integer program; the other steps are bounded by their size. Raises MemoryLimitError if nothing

@@ -272,19 +272,23 @@ def _ilp_received(
     return pulp.LpAffineExpression(terms)
 
 
-def run_program(program: pulp.LpProblem, gap: float, time_limit: float) -> tuple[bool, float]:
-    """Solve; whether it was solved to proof, and the proven lower bound of the objective."""
+def run_program(
+    program: pulp.LpProblem, gap: float, time_limit: float, max_nodes: int | None = None
+) -> tuple[bool, float]:
+    """Solve; whether it was solved to proof, and the proven lower bound of the objective. `max_nodes`: of the search, None for few, so that
+    it ends at the same place whatever else the machine does."""
+    max_nodes = _NODE_LIMIT if max_nodes is None else max_nodes
     import pulp
 
     if solver_name() == "HiGHS":
-        options = {"random_seed": 0, "mip_max_nodes": _NODE_LIMIT}
+        options = {"random_seed": 0, "mip_max_nodes": max_nodes}
         solver = pulp.HiGHS(msg=False, threads=1, timeLimit=time_limit, gapRel=max(gap, 1e-9), gapAbs=1e-12, **options)
         # pulp has no word for HiGHS's node limit; the variables have their values by then.
         with contextlib.suppress(KeyError):
             program.solve(solver)
         status = program.solverModel.modelStatusToString(program.solverModel.getModelStatus())
         return status == "Optimal", float(program.solverModel.getInfo().mip_dual_bound)
-    limits = [f"maxNodes {_NODE_LIMIT}", "randomSeed 1"]
+    limits = [f"maxNodes {max_nodes}", "randomSeed 1"]
     program.solve(_cbc(threads=1, timeLimit=time_limit, gapRel=max(gap, 1e-9), options=limits))
     finished = program.sol_status == pulp.LpSolutionOptimal
     return finished, float(pulp.value(program.objective)) * (1.0 - gap) if finished else 0.0

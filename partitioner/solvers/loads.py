@@ -128,6 +128,7 @@ def divided(problem: LoadProblem) -> tuple[float, FloatArray]:
     return least(share), share / number
 
 
+_MAX_NODES = 2**31 - 1  # of the search: time is its limit
 _SLACK = 1e-6  # what solvers' arithmetic may be wrong by, of a load
 
 
@@ -145,7 +146,7 @@ def solve_loads(
     if solver_name() is None or not unit > 0:
         return tuple(start), 0.0, ""
     model = build(problem, unit)
-    finished, bound = run_program(model.program, gap, time_limit)
+    finished, bound = run_program(model.program, gap, time_limit, _MAX_NODES)
     proven = max(0.0, bound - _SLACK) * unit if math.isfinite(bound) else 0.0
     found = decode(problem, model)
     best = tuple(start) if found is None or problem.bottleneck(found) >= unit else found

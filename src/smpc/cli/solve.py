@@ -21,7 +21,7 @@ def solve_command(
         typer.Option(metavar="row|contiguous|free", help="How nodes may be split; wins over the file's."),
     ] = None,
     gap: Annotated[float, typer.Option(metavar="G", help="Be content this near to the proven bound.")] = 1e-3,
-    time_limit: Annotated[float, typer.Option(metavar="S", help="Seconds for the integer program.")] = 10.0,
+    time_limit: Annotated[float, typer.Option(metavar="S", help="Seconds for the integer program.")] = 40.0,
     json_only: Annotated[bool, typer.Option("--json", help="Print the solution as JSON and nothing else.")] = False,
 ) -> None:
     """Place the nodes of a graph on devices, so that the largest load is smallest, with a proven bound.
