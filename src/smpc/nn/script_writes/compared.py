@@ -22,6 +22,7 @@ is for others' parameters as well:
 from __future__ import annotations
 
 import math
+import re
 import struct
 import weakref
 import zlib
@@ -56,6 +57,15 @@ class Write:
     is_of_one: bool = False  # into what one rank has; another may not write it, as it has no gradient of it
     is_here: bool = True  # of such a one: whether this rank has it
     holders: tuple[int, ...] = ()  # the ranks of the group that have it, if they are known
+
+    @property
+    def line(self) -> str:
+        """Of the script, wherever a host has it."""
+        return re.split(r"[/\\]", self.where)[-1]
+
+    def key(self, place: int) -> int:
+        """A number of the line, the parameter, and a place among its numbers."""
+        return _number([self.what, self.line, place])
 
 
 @dataclass(frozen=True, slots=True)
@@ -216,8 +226,8 @@ class _Comparison:
         both = [{(each.where, value) for each, _, value in numbers if each.is_here == here} for here in (False, True)]
         own = [
             _OfOne(
-                _number([each.what, each.where, at]),
-                _number([each.where]),
+                each.key(at),
+                _number([each.line]),
                 each.is_here,
                 (each.where, value) in both[not each.is_here],
                 each.holders[0] if each.holders else -1,
@@ -232,7 +242,7 @@ class _Comparison:
                 found.setdefault(one.key, [[] for _ in told])[rank].append(one)
         wrong = next((key for key, by_rank in found.items() if _is_apart(by_rank)), None) or _not_come_to(told)
         if wrong is not None:
-            raise _other_writes(next((each for each in writes if _number([each.what, each.where, 0]) == wrong), None))
+            raise _other_writes(next((each for each, at, _ in numbers if each.key(at) == wrong), None))
 
     def _told_of_one(self, own: Sequence[_OfOne]) -> list[list[_OfOne]]:
         """Those of all ranks."""
