@@ -223,13 +223,13 @@ class _Comparison:
     def _check_of_one(self, writes: Sequence[Write]) -> None:
         """Numbers of one line and parameter, as often as ranks have come to it."""
         numbers = [(each, at, value) for each in writes for at, value in enumerate(each.used.numbers)]
-        both = [{(each.where, value) for each, _, value in numbers if each.is_here == here} for here in (False, True)]
+        for_all = _numbers_for_all(writes)
         own = [
             _OfOne(
                 each.key(at),
                 _number([each.line]),
                 each.is_here,
-                (each.where, value) in both[not each.is_here],
+                (each.where, value) in for_all,
                 each.holders[0] if each.holders else -1,
                 value,
             )
@@ -240,7 +240,8 @@ class _Comparison:
         for rank, of_rank in enumerate(told):
             for one in of_rank:
                 found.setdefault(one.key, [[] for _ in told])[rank].append(one)
-        wrong = next((key for key, by_rank in found.items() if _is_apart(by_rank)), None) or _not_come_to(told)
+        wrong = next((key for key, by_rank in found.items() if _is_apart(by_rank)), None)
+        wrong = _not_come_to(told) if wrong is None else wrong
         if wrong is not None:
             raise _other_writes(next((each for each, at, _ in numbers if each.key(at) == wrong), None))
 
@@ -296,15 +297,19 @@ def _operand(are_equal: int, first: int, whole: int, bits: int, num_elements: in
     return _Operand(bool(are_equal), first, whole, struct.unpack("d", struct.pack("q", bits))[0], num_elements)
 
 
+def _numbers_for_all(writes: Sequence[Write]) -> set[tuple[str, float]]:
+    """The numbers, with their lines, that a line has both for what this rank has and for what others have."""
+    here, elsewhere = (
+        {(each.where, value) for each in writes if each.is_here == is_here for value in each.used.numbers}
+        for is_here in (True, False)
+    )
+    return here & elsewhere
+
+
 def _for_all(writes: Sequence[Write]) -> list[Write]:
-    """Those with a number that their line has both for what this rank has and for what others have."""
-    both = [
-        {(each.where, value) for each in writes if each.is_here == here for value in each.used.numbers}
-        for here in (False, True)
-    ]
-    return [
-        each for each in writes if any((each.where, value) in both[not each.is_here] for value in each.used.numbers)
-    ]
+    """Those with such a number."""
+    for_all = _numbers_for_all(writes)
+    return [each for each in writes if any((each.where, value) in for_all for value in each.used.numbers)]
 
 
 def _is_apart(by_rank: Sequence[Sequence[_OfOne]]) -> bool:
