@@ -24,7 +24,8 @@ has several spans. An instruction that fails has none.
 
 A storage counts once, however many tensors share it, from the operation that makes it until it is freed. A storage that is written
 before any operation made it existed already, such as the buckets in which DistributedDataParallel sums gradients: it counts from the
-start. FSDP fills and empties the storages of whole parameters: they count with their present size.
+start. FSDP fills and empties the storages of whole parameters: they count with their present size. gloo's threads hold what a
+collective took for a moment after it has ended, longer on a busy host: before a new peak counts, they get time to let go of it.
 
 Memory that operations use inside (workspaces of libraries) is not seen, and memory that torch did not allocate counts only where it is in
 `held`: what the ranks of one host share for small messages is the same few MiB for any model, and no rank's own
@@ -49,6 +50,7 @@ from smpc.codegen.program import Instruction
 from smpc.sharding.tensors import local
 
 _EVENT_NS = 1e6  # torch's events count milliseconds
+_LET_GO_S = 0.02  # the most that a thread of gloo gets; it needs microseconds where a core is free
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,6 +132,7 @@ class LiveBytes(TorchDispatchMode):
         self._known: dict[int, int] = {}
         self._gathered: list[torch.UntypedStorage] = []
         self._found: list[weakref.ref[torch.UntypedStorage]] = []  # what was there, some of which may be emptied later
+        self._communicated: set[int] = set()  # keys of what collectives took since threads last got time
         self._note_held(held)
 
     def go_on(self, held: Iterable[Tensor]) -> None:
@@ -155,10 +158,19 @@ class LiveBytes(TorchDispatchMode):
                 self._found.append(weakref.ref(storage))
         self.live += num_bytes - self._known[key]
         self._known[key] = num_bytes
+        if self.live > self.peak and self._communicated:
+            self._let_threads_go()
         self.peak = max(self.peak, self.live)
 
+    def _let_threads_go(self) -> None:
+        until = time.monotonic() + _LET_GO_S
+        while not self._communicated.isdisjoint(self._known) and time.monotonic() < until:
+            time.sleep(_LET_GO_S / 100)
+        self._communicated.clear()
+
     def _drop(self, key: int) -> None:
-        self.live -= self._known.pop(key)
+        num_bytes = self._known.pop(key)
+        self.live -= num_bytes  # without a call between reading and writing: other threads drop storages too
 
     def __torch_dispatch__(
         self,
@@ -177,6 +189,9 @@ class LiveBytes(TorchDispatchMode):
         out = func(*args, **(kwargs or {}))
         if is_gathering and kwargs:
             self._gathered += [tensor.untyped_storage() for tensor in kwargs["out"]]
+        if str(func).startswith("c10d."):
+            taken = (leaf.untyped_storage()._cdata for leaf in tree_leaves((args, kwargs)) if _is_counted(leaf))
+            self._communicated.update(key for key in taken if key in self._known)
         for storage in self._gathered:
             self._note(storage)
         for leaf in tree_leaves(out):
