@@ -24,7 +24,8 @@ and log2(hosts) between, up and down; the faster of both counts, as libraries ch
 over the wire to that rank. Latency is a message's, including the work of both ends.
 
 Where a device's collectives were measured (`Device.collectives`: by kind, bytes/s by the bytes that a rank sends), that counts for ranks
-of one host; `IN_OPERATIONS` are those between operations, of tensor-parallel ranks and others, which need not take the same way.
+of one host; `IN_OPERATIONS` are those between operations, of tensor-parallel ranks and others, which need not take the same way: sums,
+and `MOVES_IN_OPERATIONS` where slices are put together or apart.
 
 Example: 268 MB on 8 H100s of one host are gathered in 268e6 * 7/8 / (0.8 * 450e9) s + 34 us = 0.69 ms.
 """
@@ -48,7 +49,7 @@ class CollectiveKind(StrEnum):
     SEND = "send"
 
 
-IN_OPERATIONS = "in-operations"
+IN_OPERATIONS, MOVES_IN_OPERATIONS = "in-operations", "in-operations-moves"
 
 
 def collective_time(kind: CollectiveKind, num_bytes: float, group: Group, device: Device) -> float:
@@ -71,12 +72,18 @@ def collective_time(kind: CollectiveKind, num_bytes: float, group: Group, device
     return latency + part / rate + ring
 
 
-def sent_time(num_bytes: float, group: Group, device: Device) -> float:
-    """Seconds of a collective on a ring, by the bytes that every rank sends for it, in one go."""
+def sent_time(num_bytes: float, group: Group, device: Device, *, moves: bool = False) -> float:
+    """Seconds of a collective on a ring, by the bytes that every rank sends for it, in one go.
+
+    `moves`: it puts slices together or apart, rather than to sum tensors.
+    """
     if group.size == 1 or num_bytes <= 0:
         return 0.0
-    if group.hosts == 1 and IN_OPERATIONS in device.collectives:
-        return num_bytes / at(device.collectives[IN_OPERATIONS], num_bytes)
+    measured = device.collectives.get(IN_OPERATIONS)
+    if moves:
+        measured = device.collectives.get(MOVES_IN_OPERATIONS, measured)
+    if group.hosts == 1 and measured is not None:
+        return num_bytes / at(measured, num_bytes)
     return (
         _collective_latency(group, device) + num_bytes / bandwidth(group, device) + _collective_hops(group, device)[0]
     )

@@ -421,6 +421,10 @@ class Collective(Protocol):
     def overlaps(self) -> bool:
         """Whether it goes on while the node computes."""
 
+    @property
+    def moves(self) -> bool:
+        """Whether it puts slices together or apart, rather than to sum tensors of the same size."""
+
 
 def times_with_collectives(
     trace: Trace,
@@ -452,8 +456,8 @@ def collective_times(
     for position, node in enumerate(trace.nodes):
         item = sent.get(node.name)
         if item is not None:
-            forward[position] = sent_time(item.forward_bytes, group, device)
-            backward[position] = sent_time(item.backward_bytes, group, device)
+            forward[position] = sent_time(item.forward_bytes, group, device, moves=item.moves)
+            backward[position] = sent_time(item.backward_bytes, group, device, moves=item.moves)
     return forward, backward
 
 

@@ -62,6 +62,8 @@
 
         [collectives]                         # what was measured among ranks of a host: bytes/s, by the bytes that a rank sends
         all-reduce = [[1, 1e4], [1e4, 1e8], [1e6, 1e9]]
+        in-operations = [[1, 1e4], [1e6, 1e9]]        # sums between operations of tensor-parallel ranks
+        in-operations-moves = [[1, 1e4], [1e6, 1e9]]  # where slices are put together or apart; as the sums if left out
 
 `smpc calibrate` writes such files.
 
@@ -82,7 +84,7 @@ from typing import Any
 from smpc.config.files import parse_toml, read_text
 from smpc.config.numbers import MAX_RANKS, parse_bytes, shown
 from smpc.errors import ConfigError, printable
-from smpc.partitioner.costs.collectives import IN_OPERATIONS, CollectiveKind
+from smpc.partitioner.costs.collectives import IN_OPERATIONS, MOVES_IN_OPERATIONS, CollectiveKind
 from smpc.partitioner.costs.device import ALL, DEVICES, NONE, PCIE4, Curve, Device, Kernels, Wire
 
 _RATES = (1e3, 1e24)  # bytes/s and FLOP/s that are believed; with others, times are beyond what a plan can count in
@@ -310,7 +312,7 @@ class _DeviceReader:
 
     def collectives(self, data: Mapping[str, Any]) -> dict[str, Curve]:
         """By kind, bytes/s by bytes."""
-        self.check_keys("collectives.", data, (*CollectiveKind, IN_OPERATIONS))
+        self.check_keys("collectives.", data, (*CollectiveKind, IN_OPERATIONS, MOVES_IN_OPERATIONS))
         return {key: self.curve("collectives.", data, key, (1e-3, _RATES[1])) for key in data}
 
     def curve(self, prefix: str, data: Mapping[str, Any], key: str, bounds: tuple[float, float] = _SHARES) -> Curve:

@@ -42,5 +42,7 @@ def test_two_ranks_measure_at_once(tmp_path, way):
     device = find_device(str(path))
     assert device.devices_per_host == 2
     assert device.inside_host.bandwidth > 1e6
-    assert {"all-reduce", "all-gather", "reduce-scatter", "in-operations"} <= set(device.collectives)
+    assert {"all-reduce", "all-gather", "reduce-scatter", "in-operations", "in-operations-moves"} <= set(
+        device.collectives
+    )
     assert "2 processes at once" in device.source

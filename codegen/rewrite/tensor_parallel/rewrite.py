@@ -88,6 +88,9 @@ def _loss_on_parts(node: Node, group: Ref) -> Node:
 
 
 RING = "ring_attention"  # the way of attention whose messages go on while it computes
+_MOVING = frozenset(
+    {"all_gather", "gather_in", "reduce_scatter", "split", "all_to_all"}
+)  # slices come together, or apart
 TENSOR, CONTEXT = "tensor", "context"  # what ranks share: the parameters, or the sequence
 
 
@@ -114,6 +117,11 @@ class InsertedCollective:
     backward_bytes: int
     saved_bytes: int = 0  # what gathering the value for the same operation would send beyond that
     overlaps: bool = False  # it goes on while the operation computes
+
+    @property
+    def moves(self) -> bool:
+        """Whether it puts slices together or apart, rather than to sum tensors of the same size."""
+        return self.function in _MOVING
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,10 +24,10 @@ from torch import Tensor
 
 from smpc.calibration.operations import repeated, steady
 from smpc.calibration.ranks import CalibrationRanks
-from smpc.executor.collectives import TensorGroup, all_reduce, replicate_in
+from smpc.executor.collectives import TensorGroup, all_reduce, gather_in, replicate_in
 from smpc.executor.measure.link_measurement import measure_wire
 from smpc.executor.transport import GlooTransport, NcclTransport, Transport
-from smpc.partitioner.costs.collectives import IN_OPERATIONS, CollectiveKind
+from smpc.partitioner.costs.collectives import IN_OPERATIONS, MOVES_IN_OPERATIONS, CollectiveKind
 from smpc.partitioner.costs.device import Curve, Wire
 
 _SIZES = (1 << 10, 1 << 14, 1 << 17, 1 << 20, 1 << 22)  # float32 elements
@@ -35,6 +35,7 @@ _COPIED = 1 << 22  # float32 elements of a copy to the host
 _ROUNDS = 7
 _SIDE = 192  # of products
 _ROW = 16  # collectives
+_ROWS = 2  # of a tensor whose slices are columns, as channels and the dimensions of tokens are
 _LEAST = 1e-3  # of the time of such a row is for the calls between
 _TIMEOUT = datetime.timedelta(seconds=120)
 
@@ -89,20 +90,20 @@ def _collectives_on_wires(ranks: CalibrationRanks) -> dict[str, Curve]:
         for first in range(0, ranks.size, ranks.per_host)
     ]
     group = groups[ranks.rank // ranks.per_host]
-    found = {}
-    for kind, call, factor in _collective_calls(group):
+    found, multiple = {}, _ROWS * ranks.per_host
+    for kind, call, factor, times in _collective_calls(group):
         curve = []
         for elements in _SIZES:
-            tensor = torch.zeros(elements // ranks.per_host * ranks.per_host, device=ranks.device)
+            tensor = torch.zeros(elements // multiple * multiple, device=ranks.device)
             sent = factor * 4 * tensor.numel() * (ranks.per_host - 1) / ranks.per_host
-            curve.append((sent, sent / _between_products(functools.partial(call, tensor), ranks)))
+            curve.append((sent, sent * times / _between_products(functools.partial(call, tensor), ranks)))
         curve.insert(0, (1.0, curve[0][1] / curve[0][0]))  # what is smaller takes as long as the smallest
         found[kind] = tuple(curve)
     return found
 
 
-def _collective_calls(group: dist.ProcessGroup) -> Iterator[tuple[str, Callable[[Tensor], object], int]]:
-    """By kind, a call on what a rank has before or afterwards, and how often a rank sends that."""
+def _collective_calls(group: dist.ProcessGroup) -> Iterator[tuple[str, Callable[[Tensor], object], int, int]]:
+    """By kind, a call on what a rank has before or afterwards, how often a collective sends that, and how many the call has."""
     size = group.size()
 
     def reduce(whole: Tensor) -> object:
@@ -129,11 +130,16 @@ def _collective_calls(group: dist.ProcessGroup) -> Iterator[tuple[str, Callable[
         x = whole.detach().requires_grad_()
         return replicate_in(all_reduce(x, ours), ours).backward(whole)  # type: ignore[no-untyped-call]
 
-    yield CollectiveKind.ALL_REDUCE, reduce, 2
-    yield CollectiveKind.ALL_GATHER, gather, 1
-    yield CollectiveKind.REDUCE_SCATTER, scatter, 1
-    yield CollectiveKind.ALL_TO_ALL, exchange, 1
-    yield IN_OPERATIONS, between_operations, 4
+    def moves_between_operations(whole: Tensor) -> object:
+        part = whole[: whole.numel() // size].view(_ROWS, -1).requires_grad_()
+        return gather_in(part, 1, ours).backward(whole.view(_ROWS, -1))  # type: ignore[no-untyped-call]
+
+    yield CollectiveKind.ALL_REDUCE, reduce, 2, 1
+    yield CollectiveKind.ALL_GATHER, gather, 1, 1
+    yield CollectiveKind.REDUCE_SCATTER, scatter, 1, 1
+    yield CollectiveKind.ALL_TO_ALL, exchange, 1, 1
+    yield IN_OPERATIONS, between_operations, 2, 2
+    yield MOVES_IN_OPERATIONS, moves_between_operations, 1, 2
 
 
 def _seconds_on_wire(call: Callable[[], object], ranks: CalibrationRanks) -> float:

@@ -29,7 +29,13 @@ from smpc.calibration.operations import (
 from smpc.calibration.probes import ImageProbe, TextProbe, probes
 from smpc.cli import main
 from smpc.errors import ConfigError
-from smpc.partitioner.costs.collectives import IN_OPERATIONS, CollectiveKind, collective_time, sent_time
+from smpc.partitioner.costs.collectives import (
+    IN_OPERATIONS,
+    MOVES_IN_OPERATIONS,
+    CollectiveKind,
+    collective_time,
+    sent_time,
+)
 from smpc.partitioner.costs.cost import CostModel, NodeTimes, node_times, work_of
 from smpc.partitioner.costs.device import NONE, Device, Group, Kernels, Wire
 from smpc.partitioner.costs.device_file import find_device
@@ -133,6 +139,10 @@ def test_collectives_that_were_measured_count_inside_a_host():
     )
     assert collective_time(CollectiveKind.ALL_REDUCE, 1e8, Group(2, 2), device) == pytest.approx(0.1)
     assert sent_time(1e4, Group(2, 2), device) == pytest.approx(1e-4)
+    assert sent_time(1e4, Group(2, 2), device, moves=True) == pytest.approx(1e-4)  # as sums where nobody measured it
+    apart = dataclasses.replace(device, collectives={**device.collectives, MOVES_IN_OPERATIONS: ((1.0, 5e7),)})
+    assert sent_time(1e4, Group(2, 2), apart, moves=True) == pytest.approx(2e-4)
+    assert sent_time(1e4, Group(2, 2), apart) == pytest.approx(1e-4)
     assert collective_time(CollectiveKind.ALL_REDUCE, 1e8, Group(4, 2), device) == pytest.approx(0.15 + 1e-4)
     assert collective_time(CollectiveKind.ALL_GATHER, 1e8, Group(2, 2), device) == pytest.approx(0.05 + 1e-4)
 
