@@ -1,4 +1,4 @@
-"""What running a step takes beside its operations and messages: the runtime's own work, measured on small models.
+"""What running a step takes beside its operations and messages: the runtime's own work, measured on models of a few blocks.
 
     found = measure_programs(ranks, dtype, seconds=6, wires=measure_wires(ranks))
 
@@ -7,11 +7,13 @@
                 training script's step on as many stages, less messages between them as well. It has what ranks tell each other at its
                 start and at its end
     unit        of torch's fully_shard, by the bytes of a block: blocks in parts on the ranks, beside the same blocks whole; none for one
-                rank. They are called as a transformer's are. Large ones drive out of the caches what hooks need: beside small ones hooks
-                take a third of the time
+                rank. They are called as a transformer's are
     unit_step   the same, once in a step, less its gather and its sum
     deferred    forward and backward of the probes with the gradients of parameters computed later, beside those of an ordinary
                 backward; by the FLOPs of a call, of products and of convolutions
+
+Blocks are as large as those of a model: they drive out of the caches what the runtime needs, and ranks wait long for each other. Around
+blocks that stay in the caches hooks take a third of the time, an action half, and a script's step two thirds.
 
 All of it is time of the processor that launches operations, or of waiting for other ranks' processors. On a GPU it passes while earlier
 kernels are at work: nothing is measured.
@@ -48,10 +50,10 @@ from smpc.sharding import Keep, Sharded, ShardingOptions, Unit, find_units, shar
 from smpc.tracer import record
 
 _MANY, _MANY_OF_UNITS = 8, 4  # microbatches
-_WIDTH, _BLOCKS, _LAYERS = 16, 4, 4  # of small blocks
+_WIDTH, _ROWS, _BLOCKS, _LAYERS = 256, 128, 4, 4  # of blocks: a row takes a few milliseconds
 _UNIT_WIDTHS, _UNITS = (64, 160, 384), 8  # of those in parts, as many as a step has
 _UNIT_ELEMENTS = 48 << 10  # of what goes through them
-_ROUNDS = 11
+_ROUNDS, _ROUNDS_OF_SCRIPT = 11, 31
 _FIRST = 3  # steps of a script, of which the first one compiles
 _LEAST = 1e-9  # s; a curve of powers has no zero
 _LEAST_OF_UNIT = 1e-5  # s; hooks in Python
@@ -82,8 +84,8 @@ def measure_programs(ranks: CalibrationRanks, dtype: torch.dtype, seconds: float
     return Programs(action, step, unit, unit_step, deferred)
 
 
-class _SmallBlocks(nn.Module):
-    """Small blocks in a row, [rows, width] to a loss; each has as many layers and parameters as a transformer's."""
+class _Blocks(nn.Module):
+    """Blocks in a row, [rows, width] to a loss; each has as many layers as a transformer's."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -131,7 +133,7 @@ class _Units(nn.Module):
 
 def _program_seconds_of_executor(ranks: CalibrationRanks) -> tuple[float, float]:
     """Of an action, and of a step."""
-    blocks, rows = _SmallBlocks(), torch.ones(4, _WIDTH)
+    blocks, rows = _Blocks(), torch.ones(_ROWS, _WIDTH)
     added = _added_by_stage(ranks, blocks, rows, _MANY) - _added_by_stage(ranks, blocks, rows, 1)
     action = max(0.0, added / (2 * (_MANY - 1)))
     text = TextProbe(64).train()
@@ -148,12 +150,13 @@ def _script_step(model: smp.DistributedModel, rows: Tensor) -> Tensor:
 
 def _program_seconds_of_script(ranks: CalibrationRanks, action: float, wires: Wires) -> float:
     """Of a training script's step, of one microbatch through all ranks."""
-    rows, blocks = torch.ones(4, _WIDTH), _SmallBlocks()
-    whole = steady([_seconds_of(lambda: blocks(rows).backward(), blocks) for _ in range(_ROUNDS)])
+    rows, blocks = torch.ones(_ROWS, _WIDTH), _Blocks()
+    ranks.together()
+    whole = steady([_seconds_of(lambda: blocks(rows).backward(), blocks) for _ in range(_ROUNDS_OF_SCRIPT)])
     smp.init({"pipeline_parallel_degree": ranks.size, "microbatches": 1, "ddp": False})
     model = smp.DistributedModel(blocks)
     times = []
-    for _ in range(_ROUNDS + _FIRST):
+    for _ in range(_ROUNDS_OF_SCRIPT + _FIRST):
         ranks.together()
         times.append(_seconds_of(lambda: _script_step(model, rows), model))
     smp.shutdown()
