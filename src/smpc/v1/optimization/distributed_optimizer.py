@@ -385,7 +385,7 @@ class DistributedOptimizer(ShardedNames):
         if self._is_untried:
             self._check_by_trial()
         model = self._script.model
-        watched = model.optimizer_step() if model is not None else contextlib.nullcontext()
+        watched = model.optimizer_acts(steps=True) if model is not None else contextlib.nullcontext()
         if self._max_norm > 0:
             self._norm = self.clip_master_grads(self._max_norm)
         with watched, self._reading(closure):
@@ -429,7 +429,8 @@ class DistributedOptimizer(ShardedNames):
         is_plain = self._updates.is_plain
         if not is_plain:
             self._updates.drop_gradients()
-        with self._reading():
+        model = self._script.model
+        with contextlib.nullcontext() if model is None else model.optimizer_acts(steps=False), self._reading():
             self.optimizer.zero_grad(set_to_none)
         for parameter in () if is_plain else self._updates.parameters():
             if set_to_none or parameter.grad is None:
