@@ -54,7 +54,15 @@ from smpc.codegen.rewrite.kernels.patterns import flash_attention
 from smpc.codegen.rewrite.kernels.rewrite import rewrite_kernels
 from smpc.codegen.rewrite.tensor_parallel.layout_problem import Weights
 from smpc.codegen.rewrite.tensor_parallel.layouts import Layout, LayoutKind
-from smpc.codegen.rewrite.tensor_parallel.rewrite import CONTEXT, InsertedCollective, ShardedTrace, describe, rewrite
+from smpc.codegen.rewrite.tensor_parallel.rewrite import (
+    CONTEXT,
+    InsertedCollective,
+    ShardedTrace,
+    block_and_rest,
+    describe,
+    equal_blocks_once,
+    rewrite,
+)
 from smpc.codegen.rewrite.tensor_parallel.rules import strategies
 from smpc.codegen.rewrite.tensor_parallel.search import ShardingChoice, choose
 from smpc.codegen.rewrite.tensor_parallel.strategy import Facts, Strategy, argument, of_module, short_name
@@ -323,11 +331,12 @@ def describe_context(found: ContextTrace) -> str:
     """A text for people: the layout, the collectives of every block, and operations that every rank computes whole."""
     lines = [f"sequence slices: {found.layout}", describe(found.sharded)]
     if found.whole:
-        lines += ["", "computed whole on every rank, as no rule shares it"]
-        lines += [
-            f"    {item.module or 'the model':<40} {item.function}{f' x {item.count}' if item.count > 1 else '':<6} {item.source}"
-            for item in found.whole
-        ]
+        rows: dict[str, list[str]] = {}
+        for item in found.whole:
+            block, where = block_and_rest(item.module)
+            times = f" x {item.count}" if item.count > 1 else ""
+            rows.setdefault(block, []).append(f"{where:<40} {f'{item.function}{times}':<32} {item.source}")
+        lines += ["", "computed whole on every rank, as no rule shares it", *equal_blocks_once(rows)]
     return "\n".join(lines)
 
 

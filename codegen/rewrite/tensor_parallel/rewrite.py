@@ -169,25 +169,28 @@ def describe(rewritten: ShardedTrace) -> str:
         lines.append(
             f"and once a step {format_bytes(rewritten.summed_bytes)} for the gradients of {len(rewritten.summed)} parameters"
         )
+    return "\n".join((*lines, *equal_blocks_once(of_module)))
+
+
+def equal_blocks_once(rows: Mapping[str, Sequence[str]]) -> Iterator[str]:
+    """Lines for people, of rows by block: those of blocks with the same rows once."""
     blocks: dict[tuple[str, ...], list[str]] = {}
-    for module, rows in of_module.items():
-        blocks.setdefault(tuple(rows), []).append(module)
+    for module, own in rows.items():
+        blocks.setdefault(tuple(own), []).append(module)
     for same, modules in blocks.items():
         more = f" and {len(modules) - 1} like it, to {modules[-1]}" if len(modules) > 1 else ""
-        lines += ["", f"{modules[0] or 'the model'}{more}", *(f"    {row}" for row in same)]
-    return "\n".join(lines)
+        yield from ("", f"{modules[0] or 'the model'}{more}", *(f"    {row}" for row in same))
 
 
 def _by_block(rewritten: ShardedTrace) -> dict[str, list[str]]:
     """By block (the members of lists of modules; the model itself for the rest), a line for each layout and collective."""
     found: dict[str, list[str]] = {}
     for name, layout in rewritten.layouts:
-        block = _outermost_sharded_block(name.rpartition(".")[0])
+        block, _ = block_and_rest(name.rpartition(".")[0])
         found.setdefault(block, []).append(f"{name.removeprefix(f'{block}.'):<40} {layout}")
     for item in rewritten.collectives:
         if item.forward_bytes or item.backward_bytes:
-            block = _outermost_sharded_block(item.module)
-            where = item.module.removeprefix(block).lstrip(".") or "itself"
+            block, where = block_and_rest(item.module)
             change = f"{item.function} {item.source} -> {item.target}"
             sent = f"{format_bytes(item.forward_bytes)} forward, {format_bytes(item.backward_bytes)} backward"
             sent += f", {format_bytes(item.saved_bytes)} less than gathering" if item.saved_bytes else ""
@@ -196,10 +199,11 @@ def _by_block(rewritten: ShardedTrace) -> dict[str, list[str]]:
     return found
 
 
-def _outermost_sharded_block(module: str) -> str:
-    """The outermost member of a list of modules that contains a module: `h.3` for `h.3.mlp.up`."""
+def block_and_rest(module: str) -> tuple[str, str]:
+    """The outermost member of a list of modules that contains a module, and the module in it: `h.3` and `mlp.up` for `h.3.mlp.up`."""
     parts = module.split(".")
-    return next((".".join(parts[: i + 1]) for i, part in enumerate(parts) if part.isdigit()), "")
+    block = next((".".join(parts[: i + 1]) for i, part in enumerate(parts) if part.isdigit()), "")
+    return block, module.removeprefix(block).lstrip(".") or "itself"
 
 
 @dataclass(slots=True)

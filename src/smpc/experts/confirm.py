@@ -107,13 +107,22 @@ def _stacked_as(found: Stacked) -> object:
 
 
 def _confirmed_stacked(experts: Stacked) -> Confirmed | str:
-    reasons = []
-    for counts in counting_attributes(experts):
-        for hidden in _widths(experts):
-            reason = _tried_split(experts, counts, hidden)
+    name, reasons = type(experts.module).__name__, []
+    tries = list(itertools.product(counting_attributes(experts), _widths(experts)))
+    for apart in (False, True):  # in memory of their own, large experts take several times as much
+        raised = []
+        for counts, hidden in tries:
+            try:
+                reason = _tried_split(experts, counts, hidden, apart=apart)
+            except Exception as error:  # whatever its forward raises
+                raised.append((counts, hidden))
+                reason = f"{name} could not be run on hidden states of {hidden} and some of its experts: {error}"
             if reason is None:
                 return Confirmed(experts, counts, hidden, _may_share(experts, counts, hidden))
             reasons.append(reason)
+        if not _share_memory(experts, min(experts.num_experts, _FEW)):
+            break
+        tries = raised
     return _telling_reason(reasons)
 
 
@@ -144,7 +153,7 @@ def _by_frequency(found: Iterable[int]) -> list[int]:
 
 
 def _tried_split(experts: Stacked, counts: tuple[str, ...], hidden: int, *, apart: bool = False) -> str | None:
-    """None if all holds, else what does not. `apart`: no two experts share memory."""
+    """None if all holds, else what does not; an error of its forward's. `apart`: no two experts share memory."""
     few = min(experts.num_experts, _FEW)
     first = few - few // 2  # of the experts that stand alone
     name = type(experts.module).__name__
@@ -154,31 +163,26 @@ def _tried_split(experts: Stacked, counts: tuple[str, ...], hidden: int, *, apar
     index = torch.stack([torch.arange(_TOKENS) % few, (torch.arange(_TOKENS) + 1) % few], 1)
     values = invented_parameters(experts, few, generator, apart=apart)
     ones = torch.ones(_TOKENS, 1)
-    try:
-        with torch.no_grad(), torch.random.fork_rng():
-            some = copy_with_experts(experts, values, counts)
-            slots = [some(tokens, index[:, slot : slot + 1], ones) for slot in range(2)]
-            if any(not isinstance(slot, Tensor) or slot.shape != tokens.shape for slot in slots):
-                return f"{name} returned something else than a tensor of the hidden states' shape"
-            both = some(tokens, index, weights)
-            mixed = sum(slot * weights[:, [place]] for place, slot in enumerate(slots))
-            if not _close(both, mixed):
-                return f"{name} returned something else than the sum of weight times expert"
-            if (reason := _unlike_alone(experts, values, counts, tokens, apart=apart)) is not None:
-                return reason
-            alone = copy_with_experts(experts, [value[first:] for value in values], counts)
-            if (reason := _mixes_rows(name, alone, _with_ones(alone), hidden, few - first)) is not None:
-                return reason
-            make = partial(copy_with_experts, experts, values, counts)
-            runs = [lambda run: run(tokens, index, weights), lambda run: run(tokens[1:3], index[2:4], weights[1:3])]
-            if (reason := _remembers(name, make, runs)) is not None:
-                return reason
-            if counts and not _same_as_all(experts, counts, values, tokens):
-                return f"{name} returned something else when {', '.join(counts)} said how many experts are there"
-    except Exception as error:  # whatever its forward raises
-        if not all(value.is_contiguous() for value in values):
-            return _tried_split(experts, counts, hidden, apart=True)
-        return f"{name} could not be run on hidden states of {hidden} and some of its experts: {error}"
+    with torch.no_grad(), torch.random.fork_rng():
+        some = copy_with_experts(experts, values, counts)
+        slots = [some(tokens, index[:, slot : slot + 1], ones) for slot in range(2)]
+        if any(not isinstance(slot, Tensor) or slot.shape != tokens.shape for slot in slots):
+            return f"{name} returned something else than a tensor of the hidden states' shape"
+        both = some(tokens, index, weights)
+        mixed = sum(slot * weights[:, [place]] for place, slot in enumerate(slots))
+        if not _close(both, mixed):
+            return f"{name} returned something else than the sum of weight times expert"
+        if (reason := _unlike_alone(experts, values, counts, tokens, apart=apart)) is not None:
+            return reason
+        alone = copy_with_experts(experts, [value[first:] for value in values], counts)
+        if (reason := _mixes_rows(name, alone, _with_ones(alone), hidden, few - first)) is not None:
+            return reason
+        make = partial(copy_with_experts, experts, values, counts)
+        runs = [lambda run: run(tokens, index, weights), lambda run: run(tokens[1:3], index[2:4], weights[1:3])]
+        if (reason := _remembers(name, make, runs)) is not None:
+            return reason
+        if counts and not _same_as_all(experts, counts, values, tokens):
+            return f"{name} returned something else when {', '.join(counts)} said how many experts are there"
     return None
 
 
@@ -442,7 +446,7 @@ def _close(found: Tensor, expected: Tensor) -> bool:
 def invented_parameters(experts: Stacked, few: int, generator: torch.Generator, *, apart: bool = False) -> list[Tensor]:
     """Invented parameters of a few experts. Large ones repeat a short sequence, and share memory unless they are to be `apart`."""
     shapes = [experts.module.get_parameter(name).shape[1:] for name in experts.parameters]
-    if apart or few * sum(shape.numel() for shape in shapes) <= _LARGE:
+    if apart or not _share_memory(experts, few):
         return [_invented((few, *shape), generator) for shape in shapes]
     found = []
     for shape in shapes:
@@ -450,6 +454,11 @@ def invented_parameters(experts: Stacked, few: int, generator: torch.Generator, 
         memory = _invented((shape.numel() + (few - 1) * _APART,), generator, scale)
         found.append(memory.as_strided((few, *shape), (_APART, *contiguous_stride(shape))))
     return found
+
+
+def _share_memory(experts: Stacked, few: int) -> bool:
+    """Whether so many invented experts do: they are large."""
+    return few * sum(experts.module.get_parameter(name)[0].numel() for name in experts.parameters) > _LARGE
 
 
 def _invented(shape: Sequence[int], generator: torch.Generator, scale: float | None = None) -> Tensor:

@@ -367,9 +367,9 @@ class DistributedModel(ShownModel, TensorParallelModel, ObservedModel, NotWrappe
         return self._replication.exchanged
 
     @contextlib.contextmanager
-    def optimizer_acts(self, *, steps: bool) -> Iterator[None]:
-        """Around the optimizer's step, or what else it does to gradients; DistributedOptimizer calls it."""
-        with self._context.ordinary(), self._context.observer.optimizer_step() if steps else contextlib.nullcontext():
+    def optimizer_step(self) -> Iterator[None]:
+        """Around the optimizer's step; DistributedOptimizer calls it."""
+        with self._context.ordinary(), self._context.observer.optimizer_step():
             yield
 
     def compile(self, *args: Any, **kwargs: Any) -> None:

@@ -43,6 +43,7 @@ from torch.utils.hooks import RemovableHandle
 from smpc.absent.tensors import AbsentParameter, reading_gradients
 from smpc.checkpoint.stateful import LocalStateDict, Purpose, asked_by_torch
 from smpc.errors import ConfigError, ConfigTypeError, UsageError
+from smpc.nn.script_writes.classes import are_noticed, plain_parameters
 from smpc.nn.script_writes.slice_numbers import check_numbers
 from smpc.optimizers.gradients import check_finite, clip_by, norm_of
 from smpc.optimizers.torch_patches import is_check_of_optimizers, looks_at_others
@@ -385,7 +386,7 @@ class DistributedOptimizer(ShardedNames):
         if self._is_untried:
             self._check_by_trial()
         model = self._script.model
-        watched = model.optimizer_acts(steps=True) if model is not None else contextlib.nullcontext()
+        watched = model.optimizer_step() if model is not None else contextlib.nullcontext()
         if self._max_norm > 0:
             self._norm = self.clip_master_grads(self._max_norm)
         with watched, self._reading(closure):
@@ -429,8 +430,11 @@ class DistributedOptimizer(ShardedNames):
         is_plain = self._updates.is_plain
         if not is_plain:
             self._updates.drop_gradients()
-        model = self._script.model
-        with contextlib.nullcontext() if model is None else model.optimizer_acts(steps=False), self._reading():
+        module = None if self._script.model is None else self._script.model.get_module()
+        with (
+            plain_parameters(module) if module is not None and are_noticed(module) else contextlib.nullcontext(),
+            self._reading(),
+        ):
             self.optimizer.zero_grad(set_to_none)
         for parameter in () if is_plain else self._updates.parameters():
             if set_to_none or parameter.grad is None:
