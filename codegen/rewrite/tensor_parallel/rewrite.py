@@ -26,7 +26,7 @@ block(x)                with some of the experts    in_segments(block, (("up", (
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 

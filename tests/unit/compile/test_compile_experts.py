@@ -354,9 +354,9 @@ def test_experts_that_are_made_alike_are_tried_once(monkeypatch):
     """Those of each layer were: 32 times two gigabytes of invented parameters for a Mixtral, most of the time of its plan."""
     tried, once = [], confirm._tried_split
 
-    def counted(experts, *others):
+    def counted(experts, *others, **named):
         tried.append(experts.name)
-        return once(experts, *others)
+        return once(experts, *others, **named)
 
     monkeypatch.setattr(confirm, "_tried_split", counted)
     scales = (1.0, 1.0, 2.0, 1.0, 1.0)
@@ -391,6 +391,36 @@ class Mixing(Scaled):
 
     def forward(self, hidden, index, weights):
         return super().forward(hidden + self.up[0].sum(), index, weights)
+
+
+class Counting(Scaled):
+    """Cannot run unless it has as many experts as it says, as products in groups."""
+
+    def forward(self, hidden, index, weights):
+        if len(self.up) != self.num_experts:
+            raise ValueError("matrix batch sizes have to match")
+        return super().forward(hidden, index, weights)
+
+
+def test_large_experts_get_memory_of_their_own_where_none_share_it(monkeypatch):
+    """Each try that failed, with another count or width, was made again so: 6.4 GB for a Mixtral 8x22B."""
+    experts = Counting(1.5)
+    experts.num_experts, experts.up, experts.down = (
+        8,
+        *(nn.Parameter(each.repeat(2, 1, 1)) for each in (experts.up, experts.down)),
+    )
+    monkeypatch.setattr(confirm, "_LARGE", 0)
+    made, once = [], confirm.invented_parameters
+
+    def noted(*given, apart=False):
+        made.append(apart)
+        return once(*given, apart=apart)
+
+    monkeypatch.setattr(confirm, "invented_parameters", noted)
+    found = confirm.confirm(Stacked("", experts, 8, ("up", "down")))
+    assert (found.counts, found.hidden) == (("num_experts",), HIDDEN)
+    assert made
+    assert True not in made
 
 
 @pytest.mark.parametrize("make_experts", [Scaled, Viewed, Mixing, lambda scale: Scaled(scale, dropped=1)])
