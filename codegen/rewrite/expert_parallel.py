@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from torch import nn
 
 from smpc.codegen.rewrite.tensor_parallel.layouts import REPLICATED
-from smpc.codegen.rewrite.tensor_parallel.rewrite import InsertedCollective
+from smpc.codegen.rewrite.tensor_parallel.rewrite import InsertedCollective, first_of_alike
 from smpc.config.numbers import format_bytes
 from smpc.errors import PartitionError
 from smpc.tracer.ir import Node, NodeKind, StateSpec, TensorSpec, Trace, contiguous_stride
@@ -201,7 +201,6 @@ def describe_experts(found: ExpertTrace) -> str:
     for experts in found.experts:
         alike.setdefault((experts.num_experts, *by_module[experts.module]), []).append(experts.name)
     for (count, forward, backward), names in alike.items():
-        more = f" and {len(names) - 1} like it, to {names[-1]}" if len(names) > 1 else ""
         sent = f"{format_bytes(forward)} forward, {format_bytes(backward)} backward"
-        lines.append(f"    {names[0]}{more}: {count} experts, {sent}")
+        lines.append(f"    {first_of_alike(names)}: {count} experts, {sent}")
     return "\n".join(lines)

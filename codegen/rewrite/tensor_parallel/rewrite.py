@@ -88,9 +88,8 @@ def _loss_on_parts(node: Node, group: Ref) -> Node:
 
 
 RING = "ring_attention"  # the way of attention whose messages go on while it computes
-_MOVING = frozenset(
-    {"all_gather", "gather_in", "reduce_scatter", "split", "all_to_all"}
-)  # slices come together, or apart
+# slices come together, or apart
+_MOVING = frozenset({"all_gather", "gather_in", "reduce_scatter", "split", "all_to_all"})
 TENSOR, CONTEXT = "tensor", "context"  # what ranks share: the parameters, or the sequence
 
 
@@ -178,8 +177,13 @@ def equal_blocks_once(rows: Mapping[str, Sequence[str]]) -> Iterator[str]:
     for module, own in rows.items():
         blocks.setdefault(tuple(own), []).append(module)
     for same, modules in blocks.items():
-        more = f" and {len(modules) - 1} like it, to {modules[-1]}" if len(modules) > 1 else ""
-        yield from ("", f"{modules[0] or 'the model'}{more}", *(f"    {row}" for row in same))
+        yield from ("", first_of_alike(modules), *(f"    {row}" for row in same))
+
+
+def first_of_alike(modules: Sequence[str]) -> str:
+    """Names of modules that are alike, for people."""
+    more = f" and {len(modules) - 1} like it, to {modules[-1]}" if len(modules) > 1 else ""
+    return f"{modules[0] or 'the model'}{more}"
 
 
 def _by_block(rewritten: ShardedTrace) -> dict[str, list[str]]:

@@ -13,7 +13,7 @@
                 backward; by the FLOPs of a call, of products and of convolutions
 
 Blocks are as large as those of a model: they drive out of the caches what the runtime needs, and ranks wait long for each other. Around
-blocks that stay in the caches hooks take a third of the time, an action half, and a script's step two thirds.
+blocks that stay in the caches hooks and actions take a third of the time, and a script's step three fifths.
 
 All of it is time of the processor that launches operations, or of waiting for other ranks' processors. On a GPU it passes while earlier
 kernels are at work: nothing is measured.

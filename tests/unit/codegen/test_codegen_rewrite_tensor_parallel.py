@@ -27,7 +27,7 @@ from tensor_ranks import run_ranks, tensor_groups
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from smpc.codegen.rewrite.tensor_parallel.layouts import REPLICATED, Layout
+from smpc.codegen.rewrite.tensor_parallel.layouts import REPLICATED, Layout, LayoutKind
 from smpc.compile import compile_model
 from smpc.config.numbers import format_bytes
 from smpc.errors import ConfigError, TraceError, UsageError
@@ -177,6 +177,27 @@ class Weighed(nn.Module):
 def test_a_module_that_asks_for_the_width_alone_is_not_called_with_a_slice():
     """Nothing inside of it differs between ranks, so it was called as it is, and gave the numbers of half of the features."""
     check(lambda: (Weighed(), {"hidden": torch.randn(BATCH, HIDDEN)}), 2)
+
+
+class Gathering(nn.Module):
+    """Its second layer needs all columns of what the first one makes, and the last one sums."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second, self.third = nn.Linear(64, 64), nn.Linear(64, 64), nn.Linear(64, 64)
+
+    def forward(self, hidden):
+        hidden = self.first(hidden).cumsum(-1)
+        return self.third(torch.relu(self.second(hidden))).square().mean()
+
+
+def test_what_moves_slices_is_told_from_sums():
+    """They have other curves of a calibrated device: by what they make of slices, and not by the names of their functions."""
+    (module, _) = sharded(Gathering(), {"hidden": torch.randn(BATCH, 64)}, 2)
+    sent = [item for item in module.rewritten.collectives if item.forward_bytes or item.backward_bytes]
+    cut = [LayoutKind.SHARDED in (item.source.kind, item.target.kind) for item in sent]
+    assert [item.moves for item in sent] == cut
+    assert {*cut} == {True, False}
 
 
 def functions_of(module):
