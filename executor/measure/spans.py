@@ -24,8 +24,9 @@ has several spans. An instruction that fails has none.
 
 A storage counts once, however many tensors share it, from the operation that makes it until it is freed. A storage that is written
 before any operation made it existed already, such as the buckets in which DistributedDataParallel sums gradients: it counts from the
-start. FSDP fills and empties the storages of whole parameters: they count with their present size. gloo's threads hold what a
-collective took for a moment after it has ended, longer on a busy host: before a new peak counts, they get time to let go of it.
+start. FSDP fills and empties the storages of whole parameters by `UntypedStorage.resize_`, which is no operation: while `LiveBytes` is
+entered that method tells it, and they count with their present size. gloo's threads hold what a collective took for a moment after it has
+ended, longer on a busy host: before a new peak counts, they get time to let go of it.
 
 Memory that operations use inside (workspaces of libraries) is not seen, and memory that torch did not allocate counts only where it is in
 `held`: what the ranks of one host share for small messages is the same few MiB for any model, and no rank's own
@@ -38,7 +39,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeGuard
+from typing import Any, Self, TypeGuard
 
 import torch
 from torch import Tensor
@@ -130,18 +131,38 @@ class LiveBytes(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self.live = self.peak = 0
         self._known: dict[int, int] = {}
-        self._gathered: list[torch.UntypedStorage] = []
-        self._found: list[weakref.ref[torch.UntypedStorage]] = []  # what was there, some of which may be emptied later
+        self._changing: list[weakref.ref[torch.UntypedStorage]] = []  # get other sizes, perhaps while it is not entered
+        self._resizes: list[Callable[..., Any]] = []  # the methods that it has replaced
         self._communicated: set[int] = set()  # keys of what collectives took since threads last got time
         self._note_held(held)
 
     def go_on(self, held: Iterable[Tensor]) -> None:
         """Before it is entered once more: what it has seen is known, what is gone since is not there, and `held` counts too."""
         self._note_held(held)
-        found = [storage for ref in self._found if (storage := ref()) is not None]
-        for storage in (*self._gathered, *found):
+        for storage in [storage for ref in self._changing if (storage := ref()) is not None]:
             self._note(storage)
         self.peak = self.live
+
+    def __enter__(self) -> Self:
+        super().__enter__()  # type: ignore[no-untyped-call]
+        resize, note = torch.UntypedStorage.resize_, self._note
+
+        def resized(storage: torch.UntypedStorage, num_bytes: int) -> Any:
+            is_counted = storage.device.type == "cpu"
+            if is_counted:
+                note(storage, was_there=True)
+            found = resize(storage, num_bytes)
+            if is_counted:
+                note(storage)
+            return found
+
+        torch.UntypedStorage.resize_ = resized  # type: ignore[assignment,method-assign]
+        self._resizes.append(resize)
+        return self
+
+    def __exit__(self, *failure: Any) -> None:
+        torch.UntypedStorage.resize_ = self._resizes.pop()  # type: ignore[method-assign]
+        super().__exit__(*failure)  # type: ignore[no-untyped-call]
 
     def _note_held(self, held: Iterable[Tensor]) -> None:
         for tensor in map(local, held):
@@ -155,7 +176,7 @@ class LiveBytes(TorchDispatchMode):
             weakref.finalize(storage, self._drop, key)
             if was_there:
                 self.peak += num_bytes
-                self._found.append(weakref.ref(storage))
+                self._changing.append(weakref.ref(storage))
         self.live += num_bytes - self._known[key]
         self._known[key] = num_bytes
         if self.live > self.peak and self._communicated:
@@ -181,19 +202,14 @@ class LiveBytes(TorchDispatchMode):
     ) -> Any:
         if any(issubclass(kind, DTensor) for kind in types):
             return NotImplemented  # it becomes operations on its part, which come here
-        is_gathering = str(func) == "fsdp.split_with_sizes_copy.default"
-        if func._schema.is_mutable and not is_gathering:  # type: ignore[attr-defined]
+        if func._schema.is_mutable:  # type: ignore[attr-defined]
             for leaf in tree_leaves((args, kwargs)):
                 if _is_counted(leaf):
                     self._note(leaf.untyped_storage(), was_there=True)
         out = func(*args, **(kwargs or {}))
-        if is_gathering and kwargs:
-            self._gathered += [tensor.untyped_storage() for tensor in kwargs["out"]]
         if str(func).startswith("c10d."):
             taken = (leaf.untyped_storage()._cdata for leaf in tree_leaves((args, kwargs)) if _is_counted(leaf))
             self._communicated.update(key for key in taken if key in self._known)
-        for storage in self._gathered:
-            self._note(storage)
         for leaf in tree_leaves(out):
             if _is_counted(leaf):
                 self._note(leaf.untyped_storage())

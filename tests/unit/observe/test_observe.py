@@ -266,6 +266,25 @@ def test_what_is_written_before_it_is_made_was_there():
     assert (counter.peak, counter.live) == (4 * 1500, 4 * 1000)
 
 
+def test_storages_that_get_other_sizes():
+    """Whole parameters of units that one rank has for itself are filled without an operation of FSDP: emptied, they still counted."""
+    resize = torch.UntypedStorage.resize_
+    whole, early = torch.ones(1000), torch.ones(300)
+    with LiveBytes() as counter:
+        whole.add_(1)
+        whole.untyped_storage().resize_(0)
+        early.untyped_storage().resize_(0)  # it was there, though no operation has written it
+        made = torch.ones(200)
+        assert counter.live == 800
+        whole.untyped_storage().resize_(4000)
+        whole.copy_(torch.ones(1000))
+    assert torch.UntypedStorage.resize_ is resize
+    assert counter.peak == 4 * (1000 + 1000 + 200), made
+    early.untyped_storage().resize_(1200)
+    counter.go_on([])
+    assert counter.peak == counter.live == 4 * (1000 + 200 + 300)
+
+
 def test_memory_that_torch_did_not_allocate_counts_where_it_is_held():
     shared = torch.frombuffer(bytearray(4000), dtype=torch.uint8)
     with LiveBytes() as counter:
