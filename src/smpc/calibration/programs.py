@@ -2,7 +2,9 @@
 
     found = measure_programs(ranks, dtype, seconds=6, wires=measure_wires(ranks))
 
-    action      a program of one stage beside the same model by itself, eight microbatches against one
+    action      of one rank: a program of one stage beside the same model by itself, eight microbatches against one. Of several: a training
+                script with two stages on each rank, beside their parts of the same model by itself. It has what messages take from the
+                processors, and what ranks wait because another was late
     step        of one rank: what a program of one microbatch takes longer than the model by itself, less its actions. Of several: a
                 training script's step on as many stages, less messages between them as well. It has what ranks tell each other at its
                 start and at its end
@@ -21,10 +23,12 @@ kernels are at work: nothing is measured.
 
 from __future__ import annotations
 
+import copy
 import math
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -53,6 +57,7 @@ _MANY, _MANY_OF_UNITS = 8, 4  # microbatches
 _WIDTH, _ROWS, _BLOCKS, _LAYERS = 256, 128, 4, 4  # of blocks: a row takes a few milliseconds
 _UNIT_WIDTHS, _UNITS = (64, 160, 384), 8  # of those in parts, as many as a step has
 _UNIT_ELEMENTS = 48 << 10  # of what goes through them
+_STAGES = 2  # of a rank, where actions are measured
 _ROUNDS, _ROUNDS_OF_SCRIPT = 11, 31
 _FIRST = 3  # steps of a script, of which the first one compiles
 _LEAST = 1e-9  # s; a curve of powers has no zero
@@ -80,6 +85,7 @@ def measure_programs(ranks: CalibrationRanks, dtype: torch.dtype, seconds: float
     unit, unit_step = _program_seconds_of_units(ranks, wires) if ranks.per_host > 1 else (NONE, NONE)
     deferred = _program_seconds_of_deferred(ranks, dtype, seconds)
     if 1 < ranks.size <= _BLOCKS * _LAYERS:
+        action = _program_seconds_of_action(ranks)
         step = _program_seconds_of_script(ranks, action, wires)
     return Programs(action, step, unit, unit_step, deferred)
 
@@ -87,10 +93,10 @@ def measure_programs(ranks: CalibrationRanks, dtype: torch.dtype, seconds: float
 class _Blocks(nn.Module):
     """Blocks in a row, [rows, width] to a loss; each has as many layers as a transformer's."""
 
-    def __init__(self) -> None:
+    def __init__(self, blocks: int = _BLOCKS) -> None:
         super().__init__()
         self.blocks = nn.ModuleList(
-            nn.Sequential(*(nn.Linear(_WIDTH, _WIDTH) for _ in range(_LAYERS))) for _ in range(_BLOCKS)
+            nn.Sequential(*(nn.Linear(_WIDTH, _WIDTH) for _ in range(_LAYERS))) for _ in range(blocks)
         )
 
     def forward(self, x: Tensor) -> Tensor:
@@ -148,23 +154,56 @@ def _script_step(model: smp.DistributedModel, rows: Tensor) -> Tensor:
     return loss
 
 
+def _program_seconds_of_action(ranks: CalibrationRanks) -> float:
+    """Of an action of a training script whose ranks wait for each other: each has several stages, of a block each."""
+    settings = {"schedule": "interleaved-1f1b", "virtual_pipeline_degree": _STAGES}
+    few, many = (
+        _program_beside_model(ranks, _Blocks(_STAGES * ranks.size), count * ranks.size, settings)
+        for count in (_STAGES, 2 * _STAGES)
+    )
+    microbatches = _STAGES * ranks.size  # more of them
+    by_script, by_model = (most - least for most, least in zip(many, few, strict=True))
+    return max(0.0, by_script - by_model / ranks.size) / (microbatches * 2 * _STAGES)
+
+
 def _program_seconds_of_script(ranks: CalibrationRanks, action: float, wires: Wires) -> float:
     """Of a training script's step, of one microbatch through all ranks."""
-    rows, blocks = torch.ones(_ROWS, _WIDTH), _Blocks()
-    ranks.together()
-    whole = steady([_seconds_of(lambda: blocks(rows).backward(), blocks) for _ in range(_ROUNDS_OF_SCRIPT)])
-    smp.init({"pipeline_parallel_degree": ranks.size, "microbatches": 1, "ddp": False})
-    model = smp.DistributedModel(blocks)
-    times = []
-    for _ in range(_ROUNDS_OF_SCRIPT + _FIRST):
-        ranks.together()
-        times.append(_seconds_of(lambda: _script_step(model, rows), model))
-    smp.shutdown()
+    step, whole = _program_beside_model(ranks, _Blocks(), 1, {})
     wire = wires.between if wires.between is not None else wires.inside
     assert wire is not None, "there are several ranks"
-    messages = 2 * (ranks.size - 1) * (wire.latency + rows.nbytes / wire.rate)
-    (step,) = ranks.mean([steady(times[_FIRST:])])
-    return max(0.0, step - ranks.mean([whole])[0] - messages - 2 * ranks.size * action)
+    messages = 2 * (ranks.size - 1) * (wire.latency + _ROWS * _WIDTH * torch.float32.itemsize / wire.rate)
+    return max(0.0, step - whole - messages - 2 * ranks.size * action)
+
+
+def _program_beside_model(
+    ranks: CalibrationRanks, blocks: nn.Module, microbatches: int, settings: Mapping[str, Any]
+) -> tuple[float, float]:
+    """Seconds of a training script's step on all ranks, and of the same model by itself on each, in turns."""
+    alone, rows = copy.deepcopy(blocks), torch.ones(_ROWS, _WIDTH)
+    batch = rows.repeat(microbatches, 1)
+    smp.init(
+        {
+            "pipeline_parallel_degree": ranks.size,
+            "microbatches": microbatches,
+            "memory_weight": 0.0,
+            "ddp": False,
+            **settings,
+        }
+    )
+    model = smp.DistributedModel(blocks)
+
+    def by_itself() -> None:
+        for _ in range(microbatches):
+            alone(rows).backward()
+
+    times: tuple[list[float], list[float]] = ([], [])
+    for _ in range(_ROUNDS_OF_SCRIPT + _FIRST):
+        for own, body, held in zip(times, (lambda: _script_step(model, batch), by_itself), (model, alone), strict=True):
+            ranks.together()
+            own.append(_seconds_of(body, held))
+    smp.shutdown()
+    step, whole = ranks.mean([steady(own[_FIRST:]) for own in times])
+    return step, whole
 
 
 def _seconds_of(body: Callable[[], object], model: nn.Module) -> float:
