@@ -23,6 +23,8 @@ All are 0, and connected, for no tokens.
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -118,7 +120,19 @@ def join_loss(tensor: Tensor, loss: Tensor, scale: float = 1.0) -> Tensor:
     return found
 
 
+@contextlib.contextmanager
+def joined_losses_scaled(factor: float) -> Iterator[None]:
+    """In this context the backwards of joined losses multiply their gradients by `factor`, as others do to those of the final loss."""
+    outer, _Join.factor = _Join.factor, factor
+    try:
+        yield
+    finally:
+        _Join.factor = outer
+
+
 class _Join(torch.autograd.Function):
+    factor = 1.0
+
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, loss: Tensor, scale: float) -> Tensor:
         ctx.scale, ctx.like = scale, (loss.shape, loss.dtype, loss.device)
@@ -127,4 +141,4 @@ class _Join(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
         shape, dtype, device = ctx.like
-        return grad, torch.full(shape, ctx.scale, dtype=dtype, device=device), None
+        return grad, torch.full(shape, ctx.scale * _Join.factor, dtype=dtype, device=device), None

@@ -94,10 +94,11 @@ class GradScaler(torch.amp.GradScaler):
         whole: Any = _Parameters(optimizer)
         found: dict[torch.device, Any] = super()._unscale_grads_(whole, inv_scale, found_inf, allow_fp16)
         session, join = state.session, None if state.model is None else state.model.enclosing_join
-        if join is not None and join.holds_parts:
+        if join is not None and join.repeats_acts:
             raise UsageError(
-                "smp.amp.GradScaler: expected the loss scale of smp.DistributedOptimizer in `model.join` with fully_shard, where ranks "
-                "that ran out of data follow it, found a GradScaler; use that scale, or give all replicas as many batches"
+                "smp.amp.GradScaler: expected the loss scale of smp.DistributedOptimizer in `model.join` with fully_shard or "
+                "divided experts, where ranks that ran out of data follow it, found a GradScaler; use that scale, or give all replicas as "
+                "many batches"
             )
         anywhere = found_anywhere(
             max((float(each) for each in found.values()), default=0.0), session, joins=join is not None

@@ -2,7 +2,7 @@
 
 import torch
 
-from smpc.experts.routers import aux_loss, join_loss, z_loss
+from smpc.experts.routers import aux_loss, join_loss, joined_losses_scaled, z_loss
 
 
 def test_aux_loss_formula():
@@ -51,3 +51,13 @@ def test_joining_is_adding():
 def test_a_joined_loss_leaves_the_value():
     tensor = torch.randn(3)
     assert torch.equal(join_loss(tensor, torch.tensor(5.0)), tensor)
+
+
+def test_joined_losses_of_a_batch_that_counts_otherwise():
+    """Of a batch that a rank runs for others alone (`model.join`) no loss may count; joined ones have no gradient to look at."""
+    for factor in (0.0, 1.5):
+        logits = torch.randn(6, 4, requires_grad=True)
+        with joined_losses_scaled(factor):
+            (join_loss(logits.tanh(), z_loss(logits), scale=8.0) * 0).sum().backward()
+        (expected,) = torch.autograd.grad(8.0 * factor * z_loss(logits), logits)
+        torch.testing.assert_close(logits.grad, expected, rtol=1e-6, atol=0)

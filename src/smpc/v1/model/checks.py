@@ -175,10 +175,10 @@ def check_join(options: Mapping[str, Any], session: Session) -> None:
             "join: with shard_optimizer_state, replicas need each other's updates in every step; give all replicas as many batches, or "
             "leave shard_optimizer_state out"
         )
-    if session.mesh.ep_size > 1:
+    if session.mesh.ep_size > 1 and len(state.scripts) > 1:
         raise ConfigUnsupportedError(
-            "join: with expert_parallel_degree above 1, ranks need each other's experts in every step, and a script that is over does not "
-            "update them; give all as many batches, or leave expert_parallel_degree out"
+            "join: with expert_parallel_degree above 1 and several models, ranks that are over would have to run the steps of all of them; "
+            "give all ranks as many batches"
         )
     if session.mesh.tp_size > 1 and options["backward_passes_per_step"] > 1:
         raise ConfigUnsupportedError(

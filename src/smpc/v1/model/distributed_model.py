@@ -65,8 +65,10 @@ from smpc.v1.steps.arguments import StepBody
 from smpc.v1.steps.calls import Gradients, ModelCalls, Tensors, cast_inputs, cast_outputs
 from smpc.v1.steps.context import Hook, Measures, ModelHooks, StepContext
 from smpc.v1.steps.context_parallel import make_shared_sequences
-from smpc.v1.steps.join import Join, JoinOfWholes, JoinOptions
-from smpc.v1.steps.join_parts import JoinOfParts
+from smpc.v1.steps.join.base import Join, JoinOptions
+from smpc.v1.steps.join.experts import JoinOfExperts
+from smpc.v1.steps.join.parts import JoinOfParts
+from smpc.v1.steps.join.wholes import JoinOfWholes
 from smpc.v1.steps.pipeline import Pipeline
 from smpc.v1.steps.step import StepRunner
 from smpc.v1.steps.unpipelined import Single
@@ -444,10 +446,12 @@ class DistributedModel(ShownModel, TensorParallelModel, ObservedModel, NotWrappe
         """Train with uneven inputs over replicas; on every rank, with the same arguments. See DistributedDataParallel.join.
 
         A replica that leaves the body takes part in the others' steps until all have left. Then all get the last replica's parameters,
-        buffers and optimizer state; with `fully_shard` all have followed its updates. `divide_by_initial_world_size`: gradients are divided
-        by the number of all replicas, else by the number of replicas that still have data. `throw_on_early_termination`: raise StepError
-        on all ranks when the first one has none left. Raises ConfigError without `ddp`, ConfigUnsupportedError for tensor parallelism with
-        several `backward_passes_per_step`.
+        buffers and optimizer state; with `fully_shard` all have followed its updates, and where ranks divide experts they have run its step
+        functions, with gradients of zero. `divide_by_initial_world_size`: gradients are divided by the number of all replicas, else by the
+        number of replicas that still have data. `throw_on_early_termination`: raise StepError on all ranks when the first one has none left.
+
+        Raises ConfigError without `ddp`, ConfigUnsupportedError with `shard_optimizer_state`, for tensor parallelism with several
+        `backward_passes_per_step`, and for several models that divide experts.
         """
         context, pipeline = self._context, self._pipeline
         if not context.session.config.ddp:
@@ -461,10 +465,12 @@ class DistributedModel(ShownModel, TensorParallelModel, ObservedModel, NotWrappe
         partition = None if pipeline is None else pipeline.partition_without_data
         options = JoinOptions(divide_by_initial_world_size, throw_on_early_termination)
         join: Join
-        if context.session.is_sharded:
+        hooks = (lambda: self._replication.hooks) if pipeline is None else (lambda: pipeline.hooks)
+        if context.experts is not None:
+            join = JoinOfExperts(context, hooks, self._runner.run, options)
+        elif context.session.is_sharded:
             single = self._runner.single
             follow = None if single is None else single.follow
-            hooks = (lambda: self._replication.shards) if pipeline is None else (lambda: pipeline.hooks)
             join = JoinOfParts(context, hooks, follow, partition, options)
         else:
             join = JoinOfWholes(context, lambda: self._replication.replicas, partition, options)

@@ -106,12 +106,16 @@ class Replication:
     def __init__(self, context: StepContext, options: Mapping[str, Any]) -> None:
         self._context, self.options = context, options
         self.replicas: StageReplicas | None = None
-        self.shards: StepHooks | None = None  # with those of the groups around them, where parameters are in parts
+        self.hooks: StepHooks | None = None  # with those of the groups around them
         self.exchanged: Mapping[nn.Parameter, nn.Parameter] = {}  # replacements of parameters
         self._comm_hook: tuple[object, Callable[[Any, Any], Any]] | None = None
 
     def make(self, stages: Mapping[int, nn.Module]) -> StepHooks | None:
         """The hooks that average the gradients of this rank's stages, or None. Collective over the replicas."""
+        self.hooks = self._make(stages)
+        return self.hooks
+
+    def _make(self, stages: Mapping[int, nn.Module]) -> StepHooks | None:
         context = self._context
         session, options = context.session, self.options
         if context.precision.dtype is not None and session.config._fp32_grad_accumulation:
@@ -119,10 +123,7 @@ class Replication:
         if session.is_sharded:
             passes = options["backward_passes_per_step"]
             parts = context.distribution.hooks(stages, self._make_shards(stages), passes)
-            if context.experts is not None:
-                parts = context.experts.hooks_of_parts(stages, parts, passes)
-            self.shards = parts
-            return parts
+            return parts if context.experts is None else context.experts.hooks_of_parts(stages, parts, passes)
         if session.mesh.rdp_size > 1:
             with exchange("making the replicas equal"):
                 apart = () if context.experts is None else context.experts.held(stages)

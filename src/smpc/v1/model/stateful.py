@@ -69,7 +69,7 @@ class StateExchange:
     def meet_holders(self, what: str) -> None:
         """In `join`: raise UsageError if ranks that hold parts of what is gathered are over."""
         join = self._context.join
-        if join is not None and join.holds_parts:
+        if join is not None and join.repeats_acts:
             join.meet_all(what)
 
     def watch(self, what: str) -> contextlib.AbstractContextManager[None]:

@@ -85,7 +85,7 @@ def _acts(
 def _followed(
     method: Callable[Concatenate[DistributedOptimizer, P], R],
 ) -> Callable[Concatenate[DistributedOptimizer, P], R]:
-    """A method that ranks repeat whose `join` is over, if they hold parts of parameters."""
+    """A method that ranks may repeat whose `join` is over."""
 
     @functools.wraps(method)
     def following(self: DistributedOptimizer, /, *args: P.args, **kwargs: P.kwargs) -> R:
@@ -300,7 +300,7 @@ class DistributedOptimizer(ShardedNames):
         with _watched("the optimizer's step: agreeing on overflows"):
             found = self._updates.masters.take_gradients(None if scaler is None else 1.0 / self._scale_of_gradients)
             join = None if state.model is None else state.model.enclosing_join
-            joins = join is not None and not join.holds_parts
+            joins = join is not None and not join.repeats_acts
             self._overflow = scaler is not None and found_anywhere(found, state.session, joins=joins)
         self._taken, self._clipped = True, None
 
@@ -519,7 +519,7 @@ class DistributedOptimizer(ShardedNames):
         """Raise UsageError if the state is not there yet, or ranks that hold parts of it are over in `join`."""
         self._script.check_filled(what)
         join = None if self._script.model is None else self._script.model.enclosing_join
-        if join is not None and join.holds_parts:
+        if join is not None and join.repeats_acts:
             join.meet_all(what)
 
     @property

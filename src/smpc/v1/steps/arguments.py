@@ -42,7 +42,8 @@ import zlib
 from collections.abc import Callable, Iterable, Mapping, MutableMapping
 from dataclasses import dataclass
 from functools import cached_property, partial
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, ClassVar, Protocol, runtime_checkable
+from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor, nn
@@ -67,6 +68,8 @@ class StepBody:
     Raises StepError for names that the function does not have.
     """
 
+    known: ClassVar[WeakValueDictionary[int, StepBody]] = WeakValueDictionary()  # by number, the last one of a name
+
     def __init__(
         self,
         function: Callable[..., Any],
@@ -81,6 +84,7 @@ class StepBody:
         self.detach_outputs = detach_outputs
         self.name = f"{function.__module__}.{function.__qualname__}"
         self.number = zlib.crc32(self.name.encode())  # the same on every rank
+        StepBody.known[self.number] = self
         self._signature = inspect.signature(function)
         self._whole = frozenset(non_split_inputs)
         self._axes = dict(input_split_axes)

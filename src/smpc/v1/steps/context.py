@@ -2,7 +2,7 @@
 
 Terms
     calls     what `model(...)` and `model.backward(...)` do now; None outside of step functions
-    divisor   what gradients are divided by, beside the loss scale
+    divisor   what gradients are divided by, beside the loss scale, and in `join`
     cut       by the first step, a model with a pipeline; from the start, one without
 
 `ModelHooks` is work that waits for the partition of a model, or for the end of its first step: optimizer states loaded earlier, and
@@ -19,6 +19,7 @@ A hook gets the model and the script's DistributedOptimizer, None if there is no
 
 from __future__ import annotations
 
+import math
 from collections import OrderedDict
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -46,7 +47,8 @@ from smpc.v1.steps.calls import KeptOutputs, ModelCalls
 from smpc.v1.steps.context_parallel import SharedSequences
 
 if TYPE_CHECKING:
-    from smpc.v1.steps.join import Join
+    from smpc.v1.steps.join.base import Join
+    from smpc.v1.steps.results import Losses
 
 
 Hook = Callable[[Any, Any], Any]
@@ -189,6 +191,15 @@ class StepContext:
             mesh.tp_size > 1 or mesh.pp_size > 1 or self.experts is not None or self.precision.dtype is not None
         )
         self.ordinary = partial(plain_parameters, self.module) if is_noticed else nullcontext
+
+    @property
+    def scale(self) -> float:
+        """What gradients of a step are divided by."""
+        return self.divisor / self.precision.loss_scale * (1.0 if self.join is None else self.join.divisor)
+
+    def verdict(self, losses: Losses) -> int:
+        """On a step's losses, unless they are those of another replica."""
+        return 0 if self.join is not None and math.isinf(self.join.divisor) else losses.verdict(self.session)
 
     @property
     def has_program(self) -> bool:

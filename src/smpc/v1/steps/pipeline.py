@@ -105,7 +105,7 @@ class LastRank:
         self._arguments = arguments
         self._trains = trains
         self._before = before
-        self._scale = context.divisor / context.precision.loss_scale  # of gradients
+        self._scale = context.scale  # of gradients
         self._microbatches: list[tuple[Arguments, Sent | None]] | None = None
         self._values: dict[int, Returned] = {}
         self.did_backward = False
@@ -522,7 +522,7 @@ class Pipeline:
         numbers = [
             _FAILED if failure is not None else int(same),
             int(tail is not None and tail.did_backward),
-            0 if tail is None else tail.losses.verdict(self._session),
+            0 if tail is None else self._context.verdict(tail.losses),
             0 if tail is None else loss_to_bits(tail.losses.mean),
             0 if writes is None else writes.num_for_all,
         ]

@@ -152,6 +152,15 @@ class StepRunner:
                 "step function, around the model and the loss, not around the step function"
             )
 
+        if context.join is None:
+            return self._run(body, args, kwargs)
+        with context.join.calling(body, args, kwargs):
+            result = self._run(body, args, kwargs)
+        context.join.note()
+        return result
+
+    def _run(self, body: StepBody, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        context = self._context
         own: Callable[[], Arguments] = partial(body.bind, args, kwargs)
         if context.distribution.checks_batch:
             own = partial(self._checked, body, args, kwargs)
@@ -170,8 +179,6 @@ class StepRunner:
         optimizer = context.script.optimizer
         if optimizer is not None:
             optimizer.gradients_changed()
-        if context.join is not None:
-            context.join.note()
         if not context.hooks.have_stepped:
             context.supervision.end_start()
             context.hooks.after_step()

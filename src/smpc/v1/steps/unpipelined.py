@@ -222,7 +222,7 @@ class Single:
             self._modes.check_none_unfrozen(self._first_modes, self._modes.read())
             replicas.start_of_step()
         values, backwards, losses = [], [], Losses(context.precision)
-        scale = context.divisor / context.precision.loss_scale
+        scale = context.scale
         shared = context.shared_use_of if context.shares_parameters else None
         for index, microbatch in enumerate(microbatches):
             is_last = index == len(microbatches) - 1
@@ -247,7 +247,7 @@ class Single:
             losses.add(index, whole.losses)
         self._finish(body, backwards, replicas)
         value = read_results(values, body.name).join()
-        verdict = losses.verdict(self._session)
+        verdict = context.verdict(losses)
         if any(backwards):
             verdict = agree(verdict, body, self._session)
         if watch.is_wanted:
@@ -273,7 +273,7 @@ class Single:
             )
         if replicas is not None:
             join = self._context.join
-            if join is not None and (join.holds_parts or not any(backwards)):
+            if join is not None and (join.repeats_acts or not any(backwards)):
                 join.end_step(did_backward=any(backwards))
             if any(backwards):
                 replicas.end_of_step()
@@ -288,7 +288,7 @@ class Single:
 
         def before_last(roots: list[Tensor]) -> tuple[Tensor, Tensor] | None:
             join = self._context.join
-            if join is not None and not join.holds_parts:  # of parts, others follow this backward
+            if join is not None and not join.repeats_acts:  # of parts, others follow this backward
                 join.end_step(did_backward=True)
             return replicas.before_last_backward(0, roots)
 

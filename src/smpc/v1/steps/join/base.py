@@ -29,7 +29,8 @@ In the end all have the parameters, buffers and optimizer state of the last repl
 gradients are divided by the number of all replicas, or of those that are not over; gradients that a replica has accumulated but not
 averaged when it is over (`backward_passes_per_step`) are lost.
 
-Where replicas hold parts of parameters, ranks that are over do more: see `smpc.v1.steps.join_parts`.
+That is `JoinOfWholes` (`wholes`). Where replicas hold parts of parameters (`parts`), or divide experts (`experts`), ranks that are over do
+more; `acts` has what these two share.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ from __future__ import annotations
 import contextlib
 from abc import ABC, abstractmethod
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from typing import Any, Protocol
@@ -47,11 +48,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from smpc.errors import NonFiniteLossError, SmpcError, StepError, UsageError
-from smpc.executor import StageReplicas
 from smpc.mesh import Axis, Mesh
-from smpc.v1.session.process_state import Session
+from smpc.v1.steps.arguments import StepBody
 from smpc.v1.steps.context import StepContext
-from smpc.v1.steps.results import agree, describe_verdict
+from smpc.v1.steps.results import describe_verdict
 
 
 class JoinPhase(IntEnum):
@@ -104,8 +104,8 @@ class Join(ABC):
     stage; methods called by steps raise the error that these ranks have agreed on.
     """
 
-    holds_parts = False  # of parameters
-    is_followed = False  # whether ranks that are over go on with their parts
+    repeats_acts = False  # of the script: ranks that are over do
+    divisor = 1.0  # of this rank's gradients, beside that of all others
 
     def __init__(
         self,
@@ -124,6 +124,7 @@ class Join(ABC):
         self._has_shadowed = False
         self._error: SmpcError | None = None  # the error that all ranks raise, with no transfer in progress
         self._verdict = 0
+        self._then: Callable[[], None] | None = None  # what a phase leaves to do, with no transfer in progress
 
     @contextlib.contextmanager
     def around(self) -> Iterator[None]:
@@ -134,7 +135,9 @@ class Join(ABC):
         try:
             yield
             while self._guarded(self._shadow):
-                pass
+                if self._then is not None:
+                    then, self._then = self._then, None
+                    then()
             self._guarded(lambda: self._finish(context.script.optimizer))
         except NonFiniteLossError:
             if not self._has_shadowed:
@@ -147,6 +150,17 @@ class Join(ABC):
             raise
         finally:
             context.join = None
+
+    @property
+    def is_followed(self) -> bool:
+        """Whether ranks that are over follow the gathers of this step."""
+        return False
+
+    def calling(
+        self, body: StepBody, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> contextlib.AbstractContextManager[None]:
+        """Around a step function, which ranks that are over may have to run as well."""
+        return contextlib.nullcontext()
 
     def begin_partition(self) -> None:
         """Before the first program of all is made."""
@@ -217,7 +231,7 @@ class Join(ABC):
             return False
         self._has_shadowed = True
         if active[0] == JoinPhase.LEFT:
-            self._error = NonFiniteLossError(describe_verdict(self._verdict, "of another replica", self._session))
+            self._error = self._not_finite()
         if active[0] == JoinPhase.MEETING and self._error is None:
             self._error = UsageError(
                 "join: expected the others to need no other ranks when this one ran out of data, found that they save, or gather state; do "
@@ -226,6 +240,10 @@ class Join(ABC):
         if self._error is None and active[0] != JoinPhase.BATCH:
             self._take_part(active[0], phases)
         return self._error is None
+
+    def _not_finite(self) -> NonFiniteLossError:
+        """The error with which the others have left."""
+        return NonFiniteLossError(describe_verdict(self._verdict, "of another replica", self._session))
 
     @abstractmethod
     def _take_part(self, phase: int, phases: list[int]) -> None:
@@ -283,95 +301,6 @@ class Join(ABC):
         return [int(number) for number in numbers.tolist()]
 
 
-class JoinOfWholes(Join):
-    """Replicas that hold whole parameters. `replicas`: this rank's averaging of gradients, None before the partition."""
-
-    def __init__(
-        self,
-        context: StepContext,
-        replicas: Callable[[], StageReplicas | None],
-        partition: Callable[[], None] | None,
-        options: JoinOptions,
-    ) -> None:
-        super().__init__(context, partition, options)
-        self._replicas = replicas
-
-    def begin_step(self, *, trains: bool) -> None:
-        """Before a step. Ranks that are over have no part in one that does not train."""
-        if trains:
-            self._guarded(self._begin_step)
-
-    def note(self) -> None:
-        """Nothing: in the end all get what the last one has, whatever its script has done."""
-
-    def _begin_step(self) -> None:
-        phases = self._announce(JoinPhase.STEP)
-        if self._error is None:
-            self._lead(phases)
-
-    def _take_part(self, phase: int, phases: list[int]) -> None:
-        has_pipeline = self._has_pipeline
-        if phase == JoinPhase.PARTITION:
-            self._partition_too()
-            return
-        replicas = self._replicas()
-        assert replicas is not None, "there are other replicas, and the model is partitioned"
-        if phase == JoinPhase.STEP:
-            self._lead(phases)
-            replicas.start_of_step()
-            if has_pipeline:
-                replicas.shadow()
-            return
-        if phase == JoinPhase.UNTRAINED:
-            replicas.did_not_train()
-        elif not has_pipeline:
-            replicas.shadow()
-        if has_pipeline or phase == JoinPhase.TRAINED:
-            self._verdict = agree(0, None, self._session)
-
-    def _finish(self, optimizer: SharedOptimizer | None) -> None:
-        """Once all are over: the state of the last replica for all."""
-        last = self._exchange(int(not self._has_shadowed))
-        source = self._last_of(last)
-        replicas = self._replicas()
-        if replicas is None:
-            return  # no replica has made a step
-        replicas.synchronize(source)
-        if optimizer is not None and not all(last):
-            share_state(optimizer, self._session.groups[Axis.RDP], source, self._session)
-            optimizer.replicate(self._session.groups[Axis.RDP], source)
-
-    def _lead(self, phases: list[int]) -> None:
-        """The information about participants that this step needs."""
-        count: dist.Work | None = None
-        if not self._divides_by_all:
-            own = torch.tensor([int(phases[self._position] != JoinPhase.OVER)], device=self._session.message_device)
-            count = dist.all_reduce(own, group=self._session.groups[Axis.RDP], async_op=True)
-        replicas = self._replicas()
-        assert replicas is not None, "there are other replicas, and the model is partitioned"
-        replicas.join(self._last_of(phases), count)
-
-
-def share_state(optimizer: SharedOptimizer, group: dist.ProcessGroup, source: int, session: Session) -> None:
-    """Give all replicas the optimizer state of one of them. The options of its groups (learning rates) are not part of it."""
-    parameters = [parameter for param_group in optimizer.param_groups for parameter in param_group["params"]]
-    own = [optimizer.state.get(parameter, {}) for parameter in parameters]
-    described: list[Any] = [[{key: _describe(value) for key, value in items.items()} for items in own]]
-    dist.broadcast_object_list(described, group=group, group_src=source, device=session.message_device)
-    is_source = group.rank() == source
-    for parameter, items, known in zip(parameters, own, described[0], strict=True):
-        received: dict[str, Any] = {}
-        for key, value in known.items():
-            if not isinstance(value, _TensorLike):
-                received[key] = value
-                continue
-            payload = items[key].to(session.device) if is_source else value.empty(session.device)
-            dist.broadcast(payload, group=group, group_src=source)
-            received[key] = payload.to(value.device)
-        if received and not is_source:
-            optimizer.state[parameter] = received
-
-
 def _numbers_of_alike(mesh: Mesh, members: Sequence[int]) -> list[int]:
     """For each rank, the number of those that it is alike with."""
     if mesh.cp_size == 1:
@@ -379,20 +308,6 @@ def _numbers_of_alike(mesh: Mesh, members: Sequence[int]) -> list[int]:
     first = {rank: group[0] for group in mesh.groups(Axis.CP) for rank in group}
     numbers = {rank: number for number, rank in enumerate(sorted({mesh.rdp_rank(first[m]) for m in members}))}
     return [numbers[mesh.rdp_rank(first[member])] for member in members]
-
-
-class _TensorLike:
-    """The description of a tensor for other ranks."""
-
-    def __init__(self, tensor: Tensor) -> None:
-        self.shape, self.dtype, self.device = tensor.shape, tensor.dtype, tensor.device.type
-
-    def empty(self, device: torch.device) -> Tensor:
-        return torch.empty(self.shape, dtype=self.dtype, device=device)
-
-
-def _describe(value: Any) -> Any:
-    return _TensorLike(value) if isinstance(value, Tensor) else value
 
 
 def _phase_as_text(phase: int) -> str:

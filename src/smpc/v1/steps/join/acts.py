@@ -1,37 +1,31 @@
-"""`model.join()` where replicas hold parts of parameters (`fully_shard`): ranks that are over go on gathering, and updating their parts.
+"""`model.join()` where ranks that are over do what the others' scripts do between steps, so that their own parameters are updated, too.
 
     phase         ranks that train                       ranks that are over
     --------------------------------------------------------------------------------------------------------------
-    STEP          gather, compute, reduce                gather and reduce with zeros, as the others come to it
-    EVALUATION    gather, compute                        gather
-    ACT           optimizer.step(), zero_grad(),         the same with their parts, by the options (learning rates) of the
+    ACT           optimizer.step(), zero_grad(),         the same with their parameters, by the options (learning rates) of the
                   clip_grad_norm_, ...                   source's groups, and with gradients where the source has some
 
-So in the end all parts, and their optimizer state, are those of the last replica's steps.
-
-A rank that is over does not run the script. What that does to parameters or gradients by itself (`p.grad.mul_(0.5)`) reaches the parts of
+A rank that is over does not run the script. What that does to parameters or gradients by itself (`p.grad.mul_(0.5)`) reaches those of
 ranks that train alone: they notice by digests, which are taken after each step and act, and all ranks raise StepError at the next one.
 """
 
 from __future__ import annotations
 
 import contextlib
+from abc import abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from smpc.errors import StepError, UsageError
-from smpc.executor.replicas.fully_shard import Joined, ModuleShards, StageShards
-from smpc.executor.replicas.group_hooks import StepHooks, innermost
 from smpc.mesh import Axis
 from smpc.sharding.tensors import digest, local
 from smpc.v1.steps.context import StepContext
-from smpc.v1.steps.join import Join, JoinOptions, JoinPhase, SharedOptimizer
-from smpc.v1.steps.results import agree
+from smpc.v1.steps.join.base import Join, JoinOptions, JoinPhase
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,31 +38,18 @@ class _Told:
     act: tuple[Any, ...]
 
 
-class Follow(Protocol):
-    """Takes part in what the others gather in a step."""
+class JoinOfActs(Join):
+    """See above. `because`: the setting for which they do so."""
 
-    def __call__(self, *, trains: bool) -> None:
-        """Collective over the replicas."""
-
-
-class JoinOfParts(Join):
-    """See above. `hooks`: of training steps, with the parts; None before the partition. `follow`: takes part in the calls of a step on a
-    rank without a batch; None with a pipeline, which gathers before it calls anything."""
-
-    holds_parts = True
+    repeats_acts = True
 
     def __init__(
-        self,
-        context: StepContext,
-        hooks: Callable[[], StepHooks | None],
-        follow: Follow | None,
-        partition: Callable[[], None] | None,
-        options: JoinOptions,
+        self, context: StepContext, partition: Callable[[], None] | None, options: JoinOptions, because: str
     ) -> None:
         super().__init__(context, partition, options)
-        self._hooks, self._follow_calls = hooks, follow
+        self._because = because
         self._seen: list[int | None] | None = None  # digests after the last step or act
-        self.is_followed = self._acts = False
+        self._has_followers = self._acts = False
 
     @contextlib.contextmanager
     def around(self) -> Iterator[None]:
@@ -78,14 +59,7 @@ class JoinOfParts(Join):
                 self.note()
                 yield
         finally:
-            shards = self._shards()
-            if shards is not None:
-                shards.join(Joined())
-
-    def begin_step(self, *, trains: bool) -> None:
-        """Before a step, or an evaluation: both gather parts."""
-        phase = JoinPhase.STEP if trains else JoinPhase.EVALUATION
-        self._guarded(lambda: self._begin(phase))
+            self._end()
 
     def note(self) -> None:
         """What the script has now is what ranks that are over have, too."""
@@ -97,12 +71,12 @@ class JoinOfParts(Join):
 
         Raises UsageError for a closure, which ranks that are over do not have.
         """
-        if self._acts or self._shards() is None:
+        if self._acts or not self._parameters():
             yield
             return
         if any(callable(argument) for argument in arguments):
             raise UsageError(
-                f"join: expected optimizer.{name} without a closure, as replicas that ran out of data repeat it with fully_shard, found "
+                f"join: expected optimizer.{name} without a closure, as replicas that ran out of data repeat it {self._because}, found "
                 "one; run the step function first, then optimizer.step()"
             )
         self._guarded(lambda: self._begin(JoinPhase.ACT, name, *arguments))
@@ -118,6 +92,18 @@ class JoinOfParts(Join):
         numbers = {id(parameter): number for number, parameter in enumerate(self._parameters())}
         return self.act("clip_grad_norm_", [numbers[id(p)] for p in parameters if id(p) in numbers], *how)
 
+    @abstractmethod
+    def _parameters(self) -> list[nn.Parameter]:
+        """Those of this rank, in one order on all replicas; none before the partition."""
+
+    @abstractmethod
+    def _prepare(self, active: set[int]) -> None:
+        """Before what the replicas `active` begin."""
+
+    @abstractmethod
+    def _end(self) -> None:
+        """After the steps of the script: as without `join`."""
+
     # -- ranks that train ----------------------------------------------------------------------------------------------
 
     def _begin(self, phase: JoinPhase, *act: Any) -> None:
@@ -128,16 +114,17 @@ class JoinOfParts(Join):
     def _lead(self, phases: list[int], *act: Any) -> tuple[Any, ...]:
         """What ranks that are over need for a phase; the act that the source has told. May leave an `error`. Collective."""
         active = {r for r, phase in zip(self._replica_of, phases, strict=True) if phase != JoinPhase.OVER}
-        self.is_followed = any(phase == JoinPhase.OVER for phase in phases)
-        if self.is_followed:
+        self._has_followers = any(phase == JoinPhase.OVER for phase in phases)
+        if self._has_followers:
             self._check_unchanged()
             if self._error is not None:
                 return act
             act = self._share(max(active), is_over=phases[self._position] == JoinPhase.OVER, act=act)
-        shards = self._shards()
-        if shards is not None:
-            divisor = None if self._divides_by_all or not self.is_followed else len(active)
-            shards.join(Joined(max(active), divisor, self.is_followed))
+        self._prepare(active)
+        return act
+
+    def _as_told(self, act: tuple[Any, ...]) -> tuple[Any, ...]:
+        """An act as the source tells it."""
         return act
 
     def _check_unchanged(self) -> None:
@@ -145,8 +132,8 @@ class JoinOfParts(Join):
         own = self._changed() if not self._has_shadowed else ""
         if any(self._exchange(int(bool(own)))):
             self._error = StepError(
-                "join: with fully_shard, replicas that ran out of data update their parts as the others do: expected step, zero_grad and "
-                "clipping of smp.DistributedOptimizer, and torch.nn.utils.clip_grad_norm_, found that the script has changed "
+                f"join: {self._because}, replicas that ran out of data update their parameters as the others do: expected step, zero_grad "
+                "and clipping of smp.DistributedOptimizer, and torch.nn.utils.clip_grad_norm_, found that the script has changed "
                 f"{own or 'parameters or gradients of another rank'} otherwise since the last step, which they do not see; leave that out, "
                 "or give all replicas as many batches"
             )
@@ -188,7 +175,7 @@ class JoinOfParts(Join):
                 [p.grad is not None for p in parameters],
                 [p.requires_grad for p in parameters],
                 [{key: value for key, value in group.items() if key != "params"} for group in groups],
-                act,
+                self._as_told(act) if self._session.groups[Axis.RDP].rank() == source else (),
             )
         ]
         replicas = self._session.groups[Axis.RDP]
@@ -210,51 +197,13 @@ class JoinOfParts(Join):
 
     # -- ranks that are over -------------------------------------------------------------------------------------------
 
-    def _take_part(self, phase: int, phases: list[int]) -> None:
-        if phase == JoinPhase.PARTITION:
-            self._partition_too()
-        elif phase in (JoinPhase.STEP, JoinPhase.EVALUATION, JoinPhase.ACT):
-            act = self._lead(phases)
-            if self._error is None:
-                self._follow_phase(phase, act)
-        else:
-            self._end_followed(phase)
-
-    def _follow_phase(self, phase: int, act: tuple[Any, ...]) -> None:
-        if phase == JoinPhase.ACT:
-            name, *arguments = act
-            self._acts = True
-            try:
-                self._repeat(name, arguments)
-            finally:
-                self._acts = False
-        elif phase == JoinPhase.EVALUATION:
-            self._follow(trains=False)
-        else:
-            hooks = self._own_hooks()
-            hooks.start_of_step()
-            self._follow(trains=True)
-            if self._has_pipeline:
-                hooks.end_of_step()
-
-    def _follow(self, *, trains: bool) -> None:
-        shards = self._shards()
-        assert shards is not None, "others gather parts"
-        (self._follow_calls or shards.follow)(trains=trains)
-
-    def _end_followed(self, phase: int) -> None:
-        if phase == JoinPhase.UNTRAINED:
-            self._own_hooks().did_not_train()
-        elif not self._has_pipeline:
-            self._own_hooks().end_of_step()
-        if self._has_pipeline or phase == JoinPhase.TRAINED:
-            self._verdict = agree(0, None, self._session)
-        if self._verdict:  # the others drop their gradients
-            for parameter in self._parameters():
-                parameter.grad = None
-        optimizer = self._context.script.optimizer
-        if optimizer is not None:
-            optimizer.gradients_changed()
+    def _repeat_act(self, act: tuple[Any, ...]) -> None:
+        name, *arguments = act
+        self._acts = True
+        try:
+            self._repeat(name, arguments)
+        finally:
+            self._acts = False
 
     def _repeat(self, name: str, arguments: list[Any]) -> None:
         if name == "clip_grad_norm_":
@@ -275,27 +224,3 @@ class JoinOfParts(Join):
             "update_master_grads": optimizer.update_master_grads,
         }
         acts[name](*arguments)
-
-    def _finish(self, optimizer: SharedOptimizer | None) -> None:
-        """Once all are over: the last replica's buffers for all."""
-        last = self._exchange(int(not self._has_shadowed))
-        if self.is_followed:
-            self._check_unchanged()
-        shards = self._shards()
-        if self._error is None and shards is not None:
-            shards.share_buffers(self._last_of(last))
-
-    # ------------------------------------------------------------------------------------------------------------------
-
-    def _shards(self) -> StageShards | ModuleShards | None:
-        shards = innermost(self._hooks())
-        return shards if isinstance(shards, StageShards | ModuleShards) else None
-
-    def _own_hooks(self) -> StepHooks:
-        hooks = self._hooks()
-        assert hooks is not None, "the model is partitioned"
-        return hooks
-
-    def _parameters(self) -> list[nn.Parameter]:
-        shards = self._shards()
-        return [] if shards is None else shards.parameters()
