@@ -448,7 +448,7 @@ class DistributedModel(ShownModel, TensorParallelModel, ObservedModel, NotWrappe
         A replica that leaves the body takes part in the others' steps until all have left. Then all get the last replica's parameters,
         buffers and optimizer state; with `fully_shard` all have followed its updates, and where ranks divide experts they have run its step
         functions, with gradients of zero. `divide_by_initial_world_size`: gradients are divided by the number of all replicas, else by the
-        number of replicas that still have data. `throw_on_early_termination`: raise StepError on all ranks when the first one has none left.
+        number of those that still have data. `throw_on_early_termination`: raise StepError on all ranks when the first one has none left.
 
         Raises ConfigError without `ddp`, ConfigUnsupportedError with `shard_optimizer_state`, for tensor parallelism with several
         `backward_passes_per_step`, and for several models that divide experts.
