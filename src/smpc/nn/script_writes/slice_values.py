@@ -179,13 +179,18 @@ def answer(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, A
 
 
 def _run(name: str, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """UsageError for what cannot be computed without rows."""
+    """UsageError for what cannot be computed without rows, and of values in parts on other ranks."""
     try:
         return func(*args, **kwargs)
     except (RuntimeError, IndexError) as error:
-        empty = next(
-            (of for each in tree_leaves((args, kwargs)) if (of := known(each)) is not None and of.is_empty), None
-        )
+        leaves = tree_leaves((args, kwargs))
+        if len({each.device_mesh for each in leaves if isinstance(each, DTensor)}) > 1:
+            raise UsageError(
+                f"{name}: expected values that are in parts on the same ranks, found some of experts, of which these ranks hold their own, "
+                "beside some of parameters that are in parts on others; torch.nn.utils.clip_grad_norm_ takes the norm of all of them, and "
+                "model.state_dict() has all values"
+            ) from error
+        empty = next((of for each in leaves if (of := known(each)) is not None and of.is_empty), None)
         if empty is None:
             raise
         if empty.hide is not None:
