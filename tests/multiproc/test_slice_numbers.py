@@ -5,6 +5,7 @@ An error comes where the script writes, or, where only a comparison of ranks can
 
 import math
 import re
+import warnings
 
 import numpy as np
 import pytest
@@ -99,6 +100,8 @@ REFUSED = {
         p.mul_(min(1.0, 1e3 / p.grad.norm().item()))
         p.mul_(2 / (p.size(0) + p.size(1)))
         p.mul_(1 / math.sqrt(p.shape[0]))
+        p.mul_(1 / p.numel())
+        p.mul_(2 / sum(q.numel() for q in ps))
         p.normal_(0, p.shape[0] ** -0.5)
         nn.init.normal_(p, std=(2 / sum(p.shape)) ** 0.5)
         p.sub_(p.grad, alpha=0.1 * max(1, p.size(-2) / p.size(-1)) ** 0.5)
@@ -286,6 +289,43 @@ def saves(rank, folder):
             torch.load(folder / f"torch_{rank}.pt", weights_only=True), smp.load(str(folder / "smp.pt")), user
         )
     ]  # fmt: skip
+
+
+SHOWN = {
+    "float(p.norm())": True,
+    "f'{p.norm():.3f}'": True,
+    "str(p.norm())": True,
+    "f'{p.norm().item():.3f}'": True,
+    "repr(1 / p.norm().item())": True,
+    "f'{sum(q.numel() for q in ps):,}'": True,
+    "[float(p.norm()) for _ in range(3)]": True,
+    "float(p[0, 0] > 1e9)": True,
+    "float(d.norm()), str(d.norm()), d.numel()": False,
+    "str(p), p.shape, f'{p.shape[1]}'": False,
+    "torch.tensor(p.norm().item())": False,
+}
+
+
+def shows(rank, folder):
+    """By line, the warnings."""
+    model = make()
+    smpc.tensor_parallel.shard(model, {"ids": IDS}, TensorGroup.of(dist.group.WORLD))
+    parameters, seen = [p.detach() for p in model.parameters()], {}
+    names = {"torch": torch, "p": parameters[1], "d": parameters[4], "ps": parameters, "__name__": "script"}
+    for line in SHOWN:
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("default")
+            exec(compile(line, "script.py", "exec"), dict(names))
+        seen[line] = [f"{each.filename}:{each.lineno} {each.message}" for each in caught]
+    return seen
+
+
+def test_showing_a_number_of_a_slice_warns_once_at_its_line(tmp_path):
+    """Logs had each rank's own norms, without a word."""
+    for seen in run_workers(shows, 2, tmp_path):
+        for line, expected in SHOWN.items():
+            assert [text.split(" ", 1)[0] for text in seen[line]] == ["script.py:1"] * expected, (line, seen[line])
+            assert all("what this rank has of a parameter alone" in text for text in seen[line])
 
 
 def test_numbers_of_slices_are_ordinary_ones_in_files(tmp_path):

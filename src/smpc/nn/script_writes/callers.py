@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import warnings
 from types import FrameType
 
 from torch.overrides import handle_torch_function
@@ -28,10 +29,23 @@ def is_own(frame: FrameType) -> bool:
 
 def line_of_script() -> str:
     """Where the script is, for people."""
-    frame: FrameType | None = sys._getframe(1)
+    frame = _frame_of_script()
+    return "the script" if frame is None else f"{frame.f_code.co_filename}:{frame.f_lineno}"
+
+
+def warn_at_script(text: str) -> None:
+    """A warning at the line of the script, once for each."""
+    frame = _frame_of_script()
+    if frame is not None:
+        shown = frame.f_globals.setdefault("__warningregistry__", {})
+        warnings.warn_explicit(text, UserWarning, frame.f_code.co_filename, frame.f_lineno, registry=shown)
+
+
+def _frame_of_script() -> FrameType | None:
+    frame: FrameType | None = sys._getframe(2)
     while frame is not None and is_own(frame):
         frame = frame.f_back
-    return "the script" if frame is None else f"{frame.f_code.co_filename}:{frame.f_lineno}"
+    return frame
 
 
 def _is_script_of_torch(frame: FrameType) -> bool:

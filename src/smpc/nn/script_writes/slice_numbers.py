@@ -1,7 +1,7 @@
 """Numbers that left the tensor of a slice alone (`weight.norm().item()`): numbers that know it as long as a script reckons with them.
 
     scale = 1 / max(weight.norm().item(), 1e-6)
-    print(f"{scale:.3f}")                     as any float
+    print(f"{scale:.3f}")                     as any float, and a warning: one process has another number
     weight.mul_(scale)                        UsageError, as by the tensor
     if scale > 0.5: ...                       UsageError: one process would decide by the whole
     torch.tensor(scale)                       an ordinary tensor, to be summed over ranks
@@ -9,9 +9,9 @@
     torch.empty(weight.shape)                 as any size
     torch.save({"norm": scale}, path)         an ordinary number in the file
 
-`float(norm)`, functions of `math`, copies and files have ordinary numbers, of which nothing is known. Those that differ between ranks
-are found when ranks compare (`compared`). Sizes of equal slices do not, so `math.sqrt(weight.shape[0])` is an error. Comparisons with zero
-or next to it, infinity, and what was computed, tell nothing of a size, and are any.
+`float(norm)`, with the same warning, functions of `math`, copies and files have ordinary numbers, of which nothing is known. Those that
+differ between ranks are found when ranks compare (`compared`). Sizes of equal slices do not, so `math.sqrt(weight.shape[0])` is an error.
+Comparisons with zero or next to it, infinity, and what was computed, tell nothing of a size, and are any.
 
 Pickled, they are calls of `float` and `int`, which torch's loader of weights refuses. So torch.save gets ordinary numbers in their place:
 it is changed when the first number is made, and stays so.
@@ -29,6 +29,7 @@ from torch.utils._pytree import tree_any, tree_map_only
 
 from smpc.errors import UsageError
 from smpc.nn.changed_functions import change_function
+from smpc.nn.script_writes.callers import warn_at_script
 
 _DIGITS = 6
 _TINY = 1e-5  # up to here numbers keep others from being divided by zero
@@ -54,6 +55,14 @@ class SliceNumber(float):
     def __int__(self) -> int:
         raise decided("int(...)", self.of)
 
+    def __repr__(self) -> str:
+        warn_of_shown("printing a number")
+        return super().__repr__()
+
+    def __format__(self, spec: str) -> str:
+        warn_of_shown("printing a number")
+        return super().__format__(spec)
+
     def __reduce__(self) -> Any:
         return float, (float(self),)
 
@@ -78,6 +87,14 @@ class SliceInt(int):
     def __float__(self) -> float:
         raise decided("float(...) or a function of math", self.of)
 
+    def __repr__(self) -> str:
+        warn_of_shown("printing a number")
+        return super().__repr__()
+
+    def __format__(self, spec: str) -> str:
+        warn_of_shown("printing a number")
+        return super().__format__(spec)
+
     def __reduce__(self) -> Any:
         return int, (int.__index__(self),)
 
@@ -100,6 +117,15 @@ def decided(what: str, of: Any) -> UsageError:
         f"{what}: expected a number that one process would have, too, found one that was computed of {of.alone} "
         "(a norm, a mean, a count, a size): one process would decide by another one; sum up what all ranks have with "
         "torch.distributed.all_reduce, and take its item(), or compute it of the whole parameter of model.state_dict()"
+    )
+
+
+def warn_of_shown(what: str) -> None:
+    """For a script that shows a number."""
+    warn_at_script(
+        f"{what}: expected a number that one process would have, too, found one that was computed of what this rank has of a parameter "
+        "alone; sum up what all ranks have with torch.distributed.all_reduce before it is shown, or compute it of the whole parameter of "
+        "model.state_dict()"
     )
 
 

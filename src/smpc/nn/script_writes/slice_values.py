@@ -52,7 +52,15 @@ from smpc.nn.script_writes.rows import (
     unknown_view,
 )
 from smpc.nn.script_writes.sizes import WithSizes
-from smpc.nn.script_writes.slice_numbers import SliceInt, SliceNumber, decided, known_number, number_of, tells_of_size
+from smpc.nn.script_writes.slice_numbers import (
+    SliceInt,
+    SliceNumber,
+    decided,
+    known_number,
+    number_of,
+    tells_of_size,
+    warn_of_shown,
+)
 from smpc.nn.script_writes.used import ANY, Rows, Used, used_by_all, used_in
 
 _OVERWRITE = ("zero_", "fill_", "copy_")
@@ -112,11 +120,11 @@ class SliceValues(WithSizes):
         return plain(self).__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
-        _check_shown("printing a value of it", self)
+        _look_at_shown(self)
         return repr(plain(self))
 
     def __format__(self, spec: str) -> str:
-        _check_shown("printing a value of it", self)
+        _look_at_shown(self)
         return format(plain(self), spec)
 
 
@@ -441,6 +449,8 @@ def known_result(name: str, func: Callable[..., Any], args: Sequence[Any], kwarg
     made = [each for each in tree_leaves(result) if isinstance(each, Tensor) and not any(each is one for one in seen)]
     made = [each for each in made if not (each.requires_grad and torch.is_grad_enabled())]
     given = [each for each in seen if known(each) is not None]
+    if name == "__float__" and not _are_even(given):
+        warn_of_shown("float(...)")
     if name == "item" and not _are_even(given):
         return number_of(result, next(of for each in given if (of := known(each)) is not None))
     for each, view_of in _views(func, args, kwargs, seen, made):
@@ -550,6 +560,14 @@ def _check_shown(what: str, tensor: Any) -> None:
     of = known(tensor)
     if of is not None and of.hide is not None:
         raise of.hide(what)
+
+
+def _look_at_shown(tensor: Tensor) -> None:
+    """An error for what is hidden, a warning for a number of this rank's slice alone."""
+    _check_shown("printing a value of it", tensor)
+    of = known(tensor)
+    if of is not None and not tensor.dim() and not _are_even([tensor]):
+        warn_of_shown("printing a number")
 
 
 def _check_decision(tensor: Tensor) -> None:
