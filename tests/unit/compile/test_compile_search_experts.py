@@ -7,7 +7,7 @@ import transformers
 import smpc
 from smpc.codegen.rewrite.expert_parallel import divide_experts
 from smpc.compile.experts import experts_to_divide
-from smpc.compile.search import Verdict
+from smpc.compile.search import Verdict, searcher
 from smpc.tracer import record
 
 TOKENS, HIDDEN, INNER, EXPERTS, CHOSEN = 256, 64, 96, 8, 2
@@ -69,3 +69,18 @@ def test_a_search_divides_experts_that_are_recorded_inside(implementation):
     assert Verdict.IMPOSSIBLE not in {
         result.verdict for result in tried if result.candidate.pipeline_parallel_degree == 1
     }
+
+
+def test_of_a_large_model_a_plan_is_shown_before_its_experts_are_tried(monkeypatch):
+    """Experts of a Mixtral 8x22B are tried and recorded in 15 s, and no plan was shown before. What is found does not depend on it."""
+    seen, found = [], {}
+    for large in (10, 10**6):
+        monkeypatch.setattr(searcher, "_LARGE", large)
+        phases = []
+        show = lambda phase, done, total, phases=phases: phases.append(phase)  # noqa: E731
+        found[large] = smpc.search(mixtral("grouped_mm"), batch(8), world_size=4, device="h100", show_progress=show)
+        seen.append([phase for phase in dict.fromkeys(phases) if phase.startswith("Searching")])
+    assert "best so far" in seen[0][0]
+    assert seen[0][0].endswith("others still to be looked at")
+    assert "best" not in seen[1][0]
+    assert found[10].best == found[10**6].best

@@ -72,6 +72,23 @@ class Result:
         shares = tuple(float(getattr(parts, name)) for name in _PARTS)
         return cls(candidate, Verdict.SLOWER, *times, peak_bytes=peak, parts=shares)
 
+    @property
+    def in_short(self) -> str:
+        """Its step, degrees above 1 and schedule, for people."""
+        found = self.candidate
+        degrees = " x ".join(
+            f"{name} {degree}"
+            for name, degree in (
+                ("pipeline", found.pipeline_parallel_degree),
+                ("replicas", found.data_parallel_degree),
+                ("tensor", found.tensor_parallel_degree),
+                ("context", found.context_parallel_degree),
+                ("expert", found.expert_parallel_degree),
+            )
+            if degree > 1
+        )
+        return f"{self.step_time:.3g} s ({degrees or 'one rank'}, {found.schedule})"
+
 
 @dataclass(frozen=True)
 class Search:

@@ -101,6 +101,8 @@ class Rest:
 
 TOLERANCE = 0.01  # how much faster a way that is not planned could be, where the search has come to its end
 _MANY = 1000  # shapes
+_LARGE = 1000  # operations
+_EARLY = 0.2  # of the budget, for a plan to show at once
 _HOPELESS = 0.1  # by how much a guess may be above the best step, at effort 1
 _NO_LIMIT = 1 << 60  # bytes
 _WITHOUT_PLAN = (
@@ -183,6 +185,7 @@ class _Searcher:
     slowness: dict[str, float] = field(default_factory=dict)  # planned over guessed steps, by schedule
     results: list[Result] = field(default_factory=list)
     best: tuple[Result, Planned] | None = None
+    early: tuple[Result, Planned] | None = None  # see `_early_plan`
     least: tuple[int, Candidate] | None = None
     is_least: bool = True  # no other candidate can need less
     queue: list[tuple[bool, float, int, Waiting]] = field(default_factory=list)
@@ -197,6 +200,7 @@ class _Searcher:
     def run(self) -> Search:
         """The whole search."""
         self.total = self.waiting = sum(map(self.forecast.num_ways, self.shapes))
+        self.early = self._early_plan()
         first, others = self._in_turn()
         for shape in first:
             self._enter(shape)
@@ -204,6 +208,9 @@ class _Searcher:
         for shape in others:
             self._enter(shape)
         self._go_on()
+        if self.early is not None and (self.best is None or self.early[0].step_time < self.best[0].step_time):
+            self.results.append(self.early[0])
+            self.best = self.early
         if self.best is None:
             self._least_memory()
         if self.best is None:
@@ -230,6 +237,23 @@ class _Searcher:
         )
 
     # -- shapes
+
+    def _early_plan(self) -> tuple[Result, Planned] | None:
+        """Of a large model with experts, a plan by what is recorded already, to show while they are tried and recorded in parts. It changes
+        nothing of the search after it."""
+        trace, (size,) = next(iter(self.loads.recorded.values())), self.loads.recorded
+        if len(trace.nodes) <= _LARGE or not any(shape.expert_parallel_degree > 1 for shape in self.shapes):
+            return None
+        plain = [shape for shape in self.shapes if Load.of(shape) == Load(size)]
+        setting = replace(self.setting, effort=min(1.0, self.setting.effort) * _EARLY)
+        first = _Searcher(setting, self.loads, lambda *_: None, self.forecast, self.plans, plain)
+        for shape in plain:
+            first._enter(shape)
+        if first.queue and not first.queue[0][0]:  # one that seems to fit
+            first._go_on(to_a_plan=True)
+        self.early = first.best
+        self.show(self._phase(), *self._progress)
+        return first.best
 
     def _in_turn(self) -> tuple[Sequence[Shape], Sequence[Shape]]:
         """All shapes; of many, which take minutes to look at, those of the smallest microbatch, which is recorded, and the others."""
@@ -381,9 +405,11 @@ class _Searcher:
     def _go_on(self, *, to_a_plan: bool = False) -> None:
         """From what looks best to what looks worst, until nothing is left or the budget is spent.
 
-        `to_a_plan`: only until there is one, or half of what may be spent without one is.
+        `to_a_plan`: only until there is one, nothing is left that seems to fit, or half of what may be spent without one is.
         """
-        while self.queue and not (to_a_plan and (self.best is not None or self.spent >= self._budget)):
+        while self.queue:
+            if to_a_plan and (self.best is not None or self.queue[0][0] or self.spent >= self._budget):
+                return
             later, _, _, waiting = heapq.heappop(self.queue)
             self.waiting -= self._ways_of(waiting)
             if self._is_slower(waiting.bound) or self._is_hopeless(waiting) or not self._affords(waiting):
@@ -527,23 +553,13 @@ class _Searcher:
     def _phase(self) -> str:
         """What is known so far, for people."""
         number = f"Searching {self.total} ways to train"
+        if self.best is None and self.early is not None:
+            return f"{number}: best so far {self.early[0].in_short}, others still to be looked at"
         if self.best is None:
             return number
         best, least = self.best[0], min((waiting.bound for *_, waiting in self.queue), default=math.inf)
         faster = max(TOLERANCE, 1.0 - least / best.step_time)
-        found = best.candidate
-        degrees = " x ".join(
-            f"{name} {degree}"
-            for name, degree in (
-                ("pipeline", found.pipeline_parallel_degree),
-                ("replicas", found.data_parallel_degree),
-                ("tensor", found.tensor_parallel_degree),
-                ("context", found.context_parallel_degree),
-                ("expert", found.expert_parallel_degree),
-            )
-            if degree > 1
-        )
-        return f"{number}: best {best.step_time:.3g} s ({degrees or 'one rank'}, {found.schedule}), others at most {faster:.0%} faster"
+        return f"{number}: best {best.in_short}, others at most {faster:.0%} faster"
 
     @property
     def _progress(self) -> tuple[int, int]:
