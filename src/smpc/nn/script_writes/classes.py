@@ -24,9 +24,8 @@ from torch.distributed.tensor import DTensor
 
 _KIND = "_smpc_between_steps"  # of a parameter: its class then, and its id
 _is_plain: ContextVar[bool] = ContextVar("smpc_parameters_are_plain", default=False)
-_known: weakref.WeakKeyDictionary[nn.Module, list[nn.Parameter]] = (
-    weakref.WeakKeyDictionary()
-)  # until others are noticed
+# Parameters, with their classes in steps and between them, until others are noticed.
+_known: weakref.WeakKeyDictionary[nn.Module, list[tuple[nn.Parameter, Any, Any]]] = weakref.WeakKeyDictionary()
 _noting: weakref.WeakKeyDictionary[nn.Module, list[Callable[[], None]]] = weakref.WeakKeyDictionary()
 
 
@@ -94,17 +93,17 @@ def plain_parameters(model: nn.Module) -> Iterator[None]:
         yield
         return
     token = _is_plain.set(True)
-    for parameter in _noticed_in(model):
+    for parameter, ordinary, _ in _noticed_in(model):
         if isinstance(parameter, NoticedParameter):
-            parameter.__class__ = _ordinary_class(parameter)
+            parameter.__class__ = ordinary
     try:
         yield
     finally:
         _note(model)
         _is_plain.reset(token)
-        for parameter in _noticed_in(model):
-            if type(parameter) is _ordinary_class(parameter):
-                parameter.__class__ = _kind_of(parameter)
+        for parameter, ordinary, kind in _noticed_in(model):
+            if type(parameter) is ordinary:
+                parameter.__class__ = kind
 
 
 def _note(model: nn.Module) -> None:
@@ -113,9 +112,10 @@ def _note(model: nn.Module) -> None:
             note()
 
 
-def _noticed_in(model: nn.Module) -> list[nn.Parameter]:
+def _noticed_in(model: nn.Module) -> list[tuple[nn.Parameter, Any, Any]]:
     if model not in _known:
-        _known[model] = [each for each in model.parameters() if _kind_of(each) is not None]
+        every = ((each, _ordinary_class(each), _kind_of(each)) for each in model.parameters())
+        _known[model] = [found for found in every if found[2] is not None]
     return _known[model]
 
 

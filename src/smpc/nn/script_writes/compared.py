@@ -130,7 +130,7 @@ class Writes:
     @property
     def num_for_all(self) -> int:
         """How many into what one rank has are for all, see above."""
-        return len(_for_all(self._of_one))
+        return len(_for_all(self._of_one)) if self._of_one else 0
 
     def compare(self) -> None:
         """`compare_scripts` of these. Collective over the group."""

@@ -86,7 +86,9 @@ class NamedModel(nn.Module):
 
         `model.module` is the same without `ddp`; with it, a wrapper, whose `module` is this one.
         """
-        return self.module.module if isinstance(self.module, Replicated) else self.module
+        held = self._modules["module"]  # without a search for the attribute: it is asked for in every step
+        assert held is not None, "there is a module"
+        return held.module if isinstance(held, Replicated) else held
 
     def named_parameters(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
