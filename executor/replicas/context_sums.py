@@ -18,14 +18,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from smpc.errors import UsageError
-from smpc.executor.collectives import TensorGroup, sum_over, summed
+from smpc.executor.collectives import TensorGroup, summed
 from smpc.executor.replicas.data_parallel import StageReplicas
 from smpc.executor.replicas.fully_shard import StageShards
 from smpc.executor.replicas.group_hooks import GroupHooks, StepHooks, innermost
 from smpc.sharding.tensors import local
 from smpc.sharding.whole_parameters import sum_together
-
-_TOGETHER = 2**20  # bytes: gradients that are smaller travel in one message
 
 
 class ContextSums(GroupHooks):
@@ -57,17 +55,15 @@ class ContextSums(GroupHooks):
 
     def _combine(self) -> None:
         self._is_divided = False
-        small: dict[torch.dtype, list[Tensor]] = {}
+        kinds: dict[torch.dtype, list[Tensor]] = {}
         for parameter, grad in self._gradients():
             if self._is_averaged:
                 grad.mul_(self._group.size)
             elif grad.is_sparse:
                 parameter.grad = summed(grad, self._group)
-            elif grad.nbytes < _TOGETHER or not grad.is_contiguous():
-                small.setdefault(grad.dtype, []).append(grad)
             else:
-                sum_over(grad, self._group)
-        for grads in small.values():
+                kinds.setdefault(grad.dtype, []).append(grad)
+        for grads in kinds.values():
             sum_together(grads, self._add)
 
     def _gradients(self) -> list[tuple[nn.Parameter, Tensor]]:

@@ -52,7 +52,7 @@ from smpc.partitioner.costs.operation_kinds import (
     name_of,
     product_of,
 )
-from smpc.partitioner.costs.optimizers import ADAM, Optimizer
+from smpc.partitioner.costs.optimizers import ADAM, TOGETHER, Optimizer
 from smpc.partitioner.problem import FloatArray, IntArray, whole_times
 from smpc.tracer.ir import Node, NodeKind, Region, StateSpec, Trace
 
@@ -197,11 +197,12 @@ class CostModel:
         return self.optimizer_of(state).gathered_bytes(state.spec) if state.is_parameter else 0
 
     def averaging_bytes(self, state: StateSpec) -> int:
-        """Bytes at work while gradients of which every rank keeps a part are averaged: whole ones, as much to send, gloo's results."""
+        """Bytes at work while gradients of which every rank keeps a part are averaged: whole ones, as much to send, gloo's results, if
+        there are several ranks."""
         whole, optimizer = self.gradient_bytes(state), self.optimizer_of(state)
         if not optimizer.in_parts:
             return 0
-        return 2 * whole + (-(-whole // optimizer.shards) if self.holds_sent else 0)
+        return 2 * whole + (-(-whole // optimizer.shards) if self.holds_sent and optimizer.shards > 1 else 0)
 
     def copy_bytes(self, state: StateSpec) -> int:
         """Bytes of what two stages that share a parameter tell each other of its gradient."""
@@ -224,7 +225,8 @@ class CostModel:
 
         Updates are made for all parameters at once, on a CPU for one after another. Ranks that divide state update ranges of rows; those
         that have parts of parameters update these. A stage's whole parameters, which are freed by then, took more than that. After the
-        updates, ranks that divide state send each other what they have updated, in buckets.
+        updates, ranks that divide state send each other what they have updated, in buckets. Before them, small gradients of experts are
+        summed in messages.
         """
         trained = [(self.optimizer_of(state), state.spec) for state in states if _is_trained(state)]
         trained = [(optimizer, spec) for optimizer, spec in trained if self.units or not optimizer.in_parts]
@@ -235,7 +237,8 @@ class CostModel:
         updates = gradients + (2 * min(max(most, default=0), sum(own)) if self.holds_sent else sum(own))
         sent = [spec for optimizer, spec in trained if optimizer.shards > 1 and not optimizer.in_parts]
         room = max((SENT_UPDATES * spec.torch_dtype.itemsize for spec in sent), default=0)
-        return max(updates, min(room, sum(spec.num_bytes for spec in sent)))
+        summed = min(TOGETHER, sum(optimizer.message_bytes(spec) for optimizer, spec in trained))
+        return max(updates, summed, min(room, sum(spec.num_bytes for spec in sent)))
 
     def transfer_time(self, num_bytes: int) -> float:
         """Seconds to send bytes from one stage to another."""

@@ -18,7 +18,7 @@ that end in -fp32-master are what mixed-precision training adds: moments and a m
     adamw-fp32-master       8                    12
 
 With data-parallel replicas (`Optimizer.replicated`) a rank also holds the buckets in which gradients are summed, a second copy of
-them; sharded over the replicas, it holds its part of the state alone:
+them, but for those of experts, which are summed at the end of a step; sharded over the replicas, it holds its part of the state alone:
 
     find_optimizer("adamw-fp32-master").replicated(8, sharded=True)        1.5 + 2 bytes for a bfloat16 element: state, bucket
 
@@ -41,6 +41,10 @@ from smpc.errors import ConfigError
 if TYPE_CHECKING:
     from smpc.tracer.ir import TensorSpec
 
+# Of gradients that are summed when a step is over: bytes from which one is summed in place, and of a message of smaller ones at most, as
+# in `smpc.sharding.whole_parameters`.
+ALONE, TOGETHER = 1 << 20, 1 << 25
+
 
 @dataclass(frozen=True, slots=True)
 class Optimizer:
@@ -57,6 +61,7 @@ class Optimizer:
     shards: int = 1  # ranks that the state is split over
     buckets: bool = False  # gradients have a copy in buckets that are summed over replicas
     in_parts: bool = False  # parameters and gradients are split over these ranks, too
+    at_end: bool = False  # gradients are summed over replicas once a step is over, small ones in messages
 
     def parameter_bytes(self, spec: TensorSpec) -> int:
         """Bytes of a parameter in a step: of the whole, and of the part that stays."""
@@ -101,6 +106,11 @@ class Optimizer:
         shards, name = (num_replicas, f"{self.name}, sharded over {num_replicas}") if sharded else (1, self.name)
         return replace(self, name=name, shards=shards, buckets=True)
 
+    def summed_at_end(self, num_replicas: int, sharded: bool = False) -> Optimizer:
+        """The same of what replicas sum when the last backward has ended, such as experts: without buckets."""
+        found = self.replicated(num_replicas, sharded)
+        return found if num_replicas == 1 else replace(found, buckets=False, at_end=True)
+
     def fully_sharded(self, num_replicas: int) -> Optimizer:
         """The same on a rank that is one of several replicas, which split parameters and gradients as well."""
         return self if num_replicas == 1 else self.in_parts_on(num_replicas)
@@ -113,6 +123,11 @@ class Optimizer:
         """Bytes of the gradient of a trained parameter."""
         main = 4 * spec.num_elements if self.main_grad and _is_narrow(spec) else 0
         return self._summed_bytes(spec) + main
+
+    def message_bytes(self, spec: TensorSpec) -> int:
+        """Bytes of the copy of a trained parameter's gradient that is sent with others."""
+        whole = self._summed_bytes(spec)
+        return whole if self.at_end and whole < ALONE else 0
 
     def _summed_bytes(self, spec: TensorSpec) -> int:
         return 4 * spec.num_elements if self.wide_grad and _is_narrow(spec) else spec.num_bytes

@@ -142,7 +142,7 @@ class PipelineOptions(CompilationKeys):
         optimizer, degree = find_optimizer(self.optimizer), self.expert_parallel_degree
         if self.num_shards > 1:
             return optimizer.in_parts_on(max(1, self.num_shards // degree))
-        return optimizer.replicated(self.num_holders // degree, self.shard_optimizer_state)
+        return optimizer.summed_at_end(self.num_holders // degree, self.shard_optimizer_state)
 
     @property
     def mesh(self) -> Mesh:

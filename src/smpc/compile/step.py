@@ -249,7 +249,8 @@ def _optimizer_traffic(stage: Stage, shares: _Shares, around: StepSurroundings) 
         holders = around.holders(of_experts=of_experts)
         parts = {Sharding.NONE: 1, Sharding.STATE: holders.every.size, Sharding.FULL: holders.parts.size}
         moved += (2 * share.parameters + share.gradients) / parts[around.sharding]
-        buckets += share.gradients if holders.every.size > 1 and not around.divides_parameters else 0.0
+        has_buckets = holders.every.size > 1 and not around.divides_parameters and not of_experts
+        buckets += share.gradients if has_buckets else 0.0
     return moved + 2 * max(0.0, stage.optimizer_bytes - buckets)
 
 

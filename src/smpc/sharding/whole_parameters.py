@@ -11,7 +11,7 @@ parameters that ranks have whole.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 
 import torch
 import torch.distributed as dist
@@ -20,6 +20,8 @@ from torch import Tensor, nn
 from smpc.sharding.tensors import local
 from smpc.sharding.wide_gradients import gradient_dtype
 
+# Bytes: of a gradient that is summed in place, and of a message of smaller ones at most. `smpc.partitioner.costs.optimizers` predicts both.
+ALONE, TOGETHER = 1 << 20, 1 << 25
 Add = Callable[[Tensor], Tensor]  # sums a contiguous tensor over ranks, in place, and returns it
 
 
@@ -73,14 +75,38 @@ class WholeParameters:
 
 
 def sum_together(grads: Sequence[Tensor], add: Add, divided_by: int = 1) -> None:
-    """Replaces gradients of one dtype by their sums over ranks, divided by a number, in one message.
+    """Replaces gradients of one dtype by their sums over ranks, divided by a number: small ones in messages, others in place.
 
     The division comes first, as in DistributedDataParallel: a sum may be beyond float16 whose average is not.
     """
-    flat = torch.cat([grad.reshape(-1) for grad in grads])
-    flat = add(flat if divided_by == 1 else flat / divided_by)
+    for together in _messages(grads):
+        _sum_in_one(together, add, divided_by)
+
+
+def _sum_in_one(grads: Sequence[Tensor], add: Add, divided_by: int) -> None:
+    """In one message; what is sent is a copy, unless one gradient is contiguous."""
+    flat = torch.cat([grad.reshape(-1) for grad in grads]) if grads[1:] else grads[0].contiguous().view(-1)
+    add(flat if divided_by == 1 else flat.div_(divided_by))
     for grad, part in zip(grads, torch.split(flat, [grad.numel() for grad in grads]), strict=True):
-        grad.copy_(part.view(grad.shape))
+        if part.data_ptr() != grad.data_ptr():
+            grad.copy_(part.view(grad.shape))
+
+
+def _messages(grads: Sequence[Tensor]) -> Iterator[list[Tensor]]:
+    """By their sizes alone, which are the same on all ranks."""
+    small: list[Tensor] = []
+    num_bytes = 0
+    for grad in grads:
+        if grad.nbytes >= ALONE:
+            yield [grad]
+            continue
+        if num_bytes + grad.nbytes > TOGETHER:
+            yield small
+            small, num_bytes = [], 0
+        small.append(grad)
+        num_bytes += grad.nbytes
+    if small:
+        yield small
 
 
 @torch.no_grad()

@@ -91,16 +91,19 @@ class EstimatedState:
         if sharding is Sharding.FULL and shape.runs_as_it_is:
             held = sum((own.parameters + own.optimizer) / size for own, size in shares) + self.buffers
             return held + max(sum(own.gradients / size for own, size in shares), activations)
-        return sum(own.kept(sharding, size) for own, size in shares) + max(self.gradients, activations)
+        (others, size), (own, same) = shares
+        held = others.kept(sharding, size) + own.kept(sharding, same, has_buckets=False)
+        return held + max(self.gradients, activations)
 
-    def kept(self, sharding: Sharding, size: int) -> float:
-        """Bytes that all ranks of a pipeline hold all through a step, gradients left out; `size`: ranks that hold the same parameters."""
+    def kept(self, sharding: Sharding, size: int, *, has_buckets: bool = True) -> float:
+        """Bytes that all ranks of a pipeline hold all through a step, gradients left out; `size`: ranks that hold the same parameters. Of
+        experts there are no buckets."""
         if sharding is Sharding.FULL:
             return self.parameters * (1 + 1 / size) + self.buffers + self.optimizer / size
         if size == 1:
             return self.parameters + self.buffers + self.optimizer
         share = size if sharding is Sharding.STATE else 1
-        return self.parameters + self.buffers + self.optimizer / share + self.gradients
+        return self.parameters + self.buffers + self.optimizer / share + (self.gradients if has_buckets else 0)
 
     def traffic(self, sharding: Sharding, size: int) -> float:
         """Bytes that the optimizer reads and writes; `size`: ranks that sum gradients."""

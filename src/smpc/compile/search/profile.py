@@ -134,8 +134,12 @@ class Stages:
         """What stays beside parameters: of the optimizer, the buckets of replicas, and parts of parameters."""
         whole, found = (self.parameters, self.optimizer, self.gradients), np.zeros(len(self.seconds))
         others = tuple(column - own for column, own in zip(whole, self.experts, strict=True))
-        for (parameters, optimizer, gradients), number in ((others, held.replicas), (self.experts, held.same)):
-            found += held.kept_of(optimizer, gradients, number)
+        nothing = np.zeros(len(self.seconds))  # experts are summed at the end of a step, without buckets
+        for parameters, optimizer, buckets, number in (
+            (*others, held.replicas),
+            (*self.experts[:2], nothing, held.same),
+        ):
+            found += held.kept_of(optimizer, buckets, number)
             if held.sharding is Sharding.FULL and held.replicas > 1:
                 found += parameters / number
         return found * held.state
@@ -201,13 +205,13 @@ class Held:
         found: FloatArray = np.maximum(self.scratch / self.replicas * parameters, np.minimum(parameters, self.buckets))
         return found
 
-    def kept_of(self, optimizer: FloatArray, gradients: FloatArray, number: int) -> FloatArray:
+    def kept_of(self, optimizer: FloatArray, buckets: FloatArray, number: int) -> FloatArray:
         """Of the optimizer, with the buckets of replicas; `number`: ranks that hold the same."""
         if number == 1:
             return optimizer
         if self.sharding is Sharding.FULL:
             return optimizer / number
-        return (optimizer / number if self.sharding is Sharding.STATE else optimizer) + gradients
+        return (optimizer / number if self.sharding is Sharding.STATE else optimizer) + buckets
 
 
 @dataclass(frozen=True, eq=False)

@@ -338,7 +338,7 @@ def _experts_apart(context: StepContext, options: PipelineOptions) -> tuple[froz
     if session.is_sharded:
         parts = Axis.EXPERT_FSDP if mesh.shard_size > 1 else Axis.EXPERT_DATA
         return experts.names, optimizer.in_parts_on(mesh.size(parts))
-    return experts.names, optimizer.replicated(mesh.size(Axis.EXPERT_DATA), options.shard_optimizer_state)
+    return experts.names, optimizer.summed_at_end(mesh.size(Axis.EXPERT_DATA), options.shard_optimizer_state)
 
 
 def _unlike(fingerprints: Sequence[str], changes: Sequence[str]) -> SmpcError:
