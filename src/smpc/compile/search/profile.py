@@ -135,10 +135,8 @@ class Stages:
         whole, found = (self.parameters, self.optimizer, self.gradients), np.zeros(len(self.seconds))
         others = tuple(column - own for column, own in zip(whole, self.experts, strict=True))
         nothing = np.zeros(len(self.seconds))  # experts are summed at the end of a step, without buckets
-        for parameters, optimizer, buckets, number in (
-            (*others, held.replicas),
-            (*self.experts[:2], nothing, held.same),
-        ):
+        experts = *self.experts[:2], nothing
+        for (parameters, optimizer, buckets), number in ((others, held.replicas), (experts, held.same)):
             found += held.kept_of(optimizer, buckets, number)
             if held.sharding is Sharding.FULL and held.replicas > 1:
                 found += parameters / number
