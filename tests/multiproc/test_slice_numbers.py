@@ -100,8 +100,6 @@ REFUSED = {
         p.mul_(min(1.0, 1e3 / p.grad.norm().item()))
         p.mul_(2 / (p.size(0) + p.size(1)))
         p.mul_(1 / math.sqrt(p.shape[0]))
-        p.mul_(1 / p.numel())
-        p.mul_(2 / sum(q.numel() for q in ps))
         p.normal_(0, p.shape[0] ** -0.5)
         nn.init.normal_(p, std=(2 / sum(p.shape)) ** 0.5)
         p.sub_(p.grad, alpha=0.1 * max(1, p.size(-2) / p.size(-1)) ** 0.5)
@@ -297,11 +295,10 @@ SHOWN = {
     "str(p.norm())": True,
     "f'{p.norm().item():.3f}'": True,
     "repr(1 / p.norm().item())": True,
-    "f'{sum(q.numel() for q in ps):,}'": True,
     "[float(p.norm()) for _ in range(3)]": True,
     "float(p[0, 0] > 1e9)": True,
     "float(d.norm()), str(d.norm()), d.numel()": False,
-    "str(p), p.shape, f'{p.shape[1]}'": False,
+    "str(p), p.shape, f'{p.shape[1]}', f'{sum(q.numel() for q in ps):,}'": False,
     "torch.tensor(p.norm().item())": False,
 }
 

@@ -36,16 +36,13 @@ class WithSizes(Tensor):
         return sizes if dim is None else sizes[dim]
 
     def numel(self) -> int:
-        """A number that knows it; of an empty one that of the whole parameter. Torch's own scripts get what they put into a vector."""
+        """That of the whole parameter, of an empty one, but for torch's own scripts, which count what they have put into a vector."""
         with torch._C.DisableTorchFunctionSubclass():
             found: torch.Size = super().size()
-        of = None if is_own(sys._getframe(1)) else self._sized_as()
-        if of is None:
+        if found.numel() or is_own(sys._getframe(1)):
             return found.numel()
-        if not found.numel():
-            return (self._whole_size(of, found) or found).numel()
-        count: int = number_of(found.numel(), of) if dims_of(self, of) else found.numel()
-        return count
+        of = self._sized_as()
+        return (found if of is None else self._whole_size(of, found) or found).numel()
 
     nelement = numel
 
