@@ -239,10 +239,11 @@ class _Searcher:
     # -- shapes
 
     def _early_plan(self) -> tuple[Result, Planned] | None:
-        """Of a large model with experts, a plan by what is recorded already, to show while they are tried and recorded in parts. It changes
-        nothing of the search after it."""
+        """Of a large model, a plan by what is recorded already, to show while experts are tried and recorded in parts, or many shapes are
+        looked at. It changes nothing of the search after it."""
         trace, (size,) = next(iter(self.loads.recorded.values())), self.loads.recorded
-        if len(trace.nodes) <= _LARGE or not any(shape.expert_parallel_degree > 1 for shape in self.shapes):
+        takes_long = len(self.shapes) > _MANY or any(shape.expert_parallel_degree > 1 for shape in self.shapes)
+        if len(trace.nodes) <= _LARGE or not takes_long:
             return None
         plain = [shape for shape in self.shapes if Load.of(shape) == Load(size)]
         setting = replace(self.setting, effort=min(1.0, self.setting.effort) * _EARLY)
