@@ -241,7 +241,7 @@ class _Searcher:
     def _early_plan(self) -> tuple[Result, Planned] | None:
         """Of a large model, a plan by what is recorded already, to show while experts are tried and recorded in parts, or many shapes are
         looked at. It changes nothing of the search after it."""
-        trace, (size,) = next(iter(self.loads.recorded.values())), self.loads.recorded
+        size, trace = next(iter(self.loads.recorded.items()))
         takes_long = len(self.shapes) > _MANY or any(shape.expert_parallel_degree > 1 for shape in self.shapes)
         if len(trace.nodes) <= _LARGE or not takes_long:
             return None

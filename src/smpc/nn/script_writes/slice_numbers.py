@@ -35,7 +35,19 @@ _DIGITS = 6
 _TINY = 1e-5  # up to here numbers keep others from being divided by zero
 
 
-class SliceNumber(float):
+class _Shown:
+    """A number whose text is asked for."""
+
+    def __repr__(self) -> str:
+        warn_of_shown("printing a number")
+        return super().__repr__()
+
+    def __format__(self, spec: str) -> str:
+        warn_of_shown("printing a number")
+        return super().__format__(spec)
+
+
+class SliceNumber(_Shown, float):
     """See above."""
 
     of: Any
@@ -55,19 +67,11 @@ class SliceNumber(float):
     def __int__(self) -> int:
         raise decided("int(...)", self.of)
 
-    def __repr__(self) -> str:
-        warn_of_shown("printing a number")
-        return super().__repr__()
-
-    def __format__(self, spec: str) -> str:
-        warn_of_shown("printing a number")
-        return super().__format__(spec)
-
     def __reduce__(self) -> Any:
         return float, (float(self),)
 
 
-class SliceInt(int):
+class SliceInt(_Shown, int):
     """The same of whole numbers: counts, places, and sizes along a slice's rows."""
 
     of: Any
@@ -86,14 +90,6 @@ class SliceInt(int):
 
     def __float__(self) -> float:
         raise decided("float(...) or a function of math", self.of)
-
-    def __repr__(self) -> str:
-        warn_of_shown("printing a number")
-        return super().__repr__()
-
-    def __format__(self, spec: str) -> str:
-        warn_of_shown("printing a number")
-        return super().__format__(spec)
 
     def __reduce__(self) -> Any:
         return int, (int.__index__(self),)

@@ -65,9 +65,9 @@ from smpc.v1.steps.arguments import StepBody
 from smpc.v1.steps.calls import Gradients, ModelCalls, Tensors, cast_inputs, cast_outputs
 from smpc.v1.steps.context import Hook, Measures, ModelHooks, StepContext
 from smpc.v1.steps.context_parallel import make_shared_sequences
-from smpc.v1.steps.join.base import Join, JoinOptions
 from smpc.v1.steps.join.experts import JoinOfExperts
 from smpc.v1.steps.join.parts import JoinOfParts
+from smpc.v1.steps.join.phases import Join, JoinOptions
 from smpc.v1.steps.join.wholes import JoinOfWholes
 from smpc.v1.steps.pipeline import Pipeline
 from smpc.v1.steps.step import StepRunner

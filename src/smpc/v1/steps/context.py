@@ -47,7 +47,7 @@ from smpc.v1.steps.calls import KeptOutputs, ModelCalls
 from smpc.v1.steps.context_parallel import SharedSequences
 
 if TYPE_CHECKING:
-    from smpc.v1.steps.join.base import Join
+    from smpc.v1.steps.join.phases import Join
     from smpc.v1.steps.results import Losses
 
 

@@ -25,7 +25,7 @@ from smpc.errors import StepError, UsageError
 from smpc.mesh import Axis
 from smpc.sharding.tensors import digest, local
 from smpc.v1.steps.context import StepContext
-from smpc.v1.steps.join.base import Join, JoinOptions, JoinPhase
+from smpc.v1.steps.join.phases import Join, JoinOptions, JoinPhase
 
 
 @dataclass(frozen=True, slots=True)

@@ -32,7 +32,7 @@ from smpc.experts.routers import joined_losses_scaled
 from smpc.v1.steps.arguments import StepBody, map_leaves
 from smpc.v1.steps.context import StepContext
 from smpc.v1.steps.join.acts import JoinOfActs
-from smpc.v1.steps.join.base import JoinOptions, JoinPhase, SharedOptimizer
+from smpc.v1.steps.join.phases import JoinOptions, JoinPhase, SharedOptimizer
 
 
 class _OwnModel:

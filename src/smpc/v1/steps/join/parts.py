@@ -20,7 +20,7 @@ from smpc.executor.replicas.fully_shard import Joined, ModuleShards, StageShards
 from smpc.executor.replicas.group_hooks import StepHooks, innermost
 from smpc.v1.steps.context import StepContext
 from smpc.v1.steps.join.acts import JoinOfActs
-from smpc.v1.steps.join.base import JoinOptions, JoinPhase, SharedOptimizer
+from smpc.v1.steps.join.phases import JoinOptions, JoinPhase, SharedOptimizer
 from smpc.v1.steps.results import agree
 
 

@@ -1,4 +1,4 @@
-"""`model.join()` where all replicas hold whole parameters: see `smpc.v1.steps.join.base`."""
+"""`model.join()` where all replicas hold whole parameters: see `smpc.v1.steps.join.phases`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from smpc.executor import StageReplicas
 from smpc.mesh import Axis
 from smpc.v1.session.process_state import Session
 from smpc.v1.steps.context import StepContext
-from smpc.v1.steps.join.base import Join, JoinOptions, JoinPhase, SharedOptimizer
+from smpc.v1.steps.join.phases import Join, JoinOptions, JoinPhase, SharedOptimizer
 from smpc.v1.steps.results import agree
 
 
