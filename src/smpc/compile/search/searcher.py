@@ -250,8 +250,7 @@ class _Searcher:
         first = _Searcher(setting, self.loads, lambda *_: None, self.forecast, self.plans, plain)
         for shape in plain:
             first._enter(shape)
-        if first.queue and not first.queue[0][0]:  # one that seems to fit
-            first._go_on(to_a_plan=True)
+        first._go_on(to_a_plan=True, fitting=True)
         self.early = first.best
         self.show(self._phase(), *self._progress)
         return first.best
@@ -403,13 +402,13 @@ class _Searcher:
         slower = self.slowness.get(waiting.candidate.schedule, 1.0)
         return Guess(waiting.guess.step * slower, waiting.guess.peak * fuller)
 
-    def _go_on(self, *, to_a_plan: bool = False) -> None:
+    def _go_on(self, *, to_a_plan: bool = False, fitting: bool = False) -> None:
         """From what looks best to what looks worst, until nothing is left or the budget is spent.
 
-        `to_a_plan`: only until there is one, nothing is left that seems to fit, or half of what may be spent without one is.
+        `to_a_plan`: only until there is one, or half of what may be spent without one is; `fitting`: or nothing is left that seems to fit.
         """
         while self.queue:
-            if to_a_plan and (self.best is not None or self.queue[0][0] or self.spent >= self._budget):
+            if to_a_plan and (self.best is not None or self.spent >= self._budget or (fitting and self.queue[0][0])):
                 return
             later, _, _, waiting = heapq.heappop(self.queue)
             self.waiting -= self._ways_of(waiting)
