@@ -1,17 +1,19 @@
-"""The choice of layouts: elimination, the integer program and all choices there are, against each other."""
+"""The choice of layouts: elimination, branches, an integer program and all choices there are, against each other."""
 
 import itertools
 import math
 
 import pytest
 import torch
+from layout_program import solve_program
 from torch import nn
 
-from smpc.codegen.rewrite.tensor_parallel import search
+from smpc.codegen.rewrite.tensor_parallel import elimination
+from smpc.codegen.rewrite.tensor_parallel.elimination import solve
 from smpc.codegen.rewrite.tensor_parallel.layout_problem import Weights, collect, representatives
 from smpc.codegen.rewrite.tensor_parallel.layouts import REPLICATED, LayoutKind
 from smpc.codegen.rewrite.tensor_parallel.rewrite import rewrite
-from smpc.codegen.rewrite.tensor_parallel.search import choose, eliminate, solve_ilp
+from smpc.codegen.rewrite.tensor_parallel.search import choose
 from smpc.errors import CodegenError
 from smpc.tracer.record import record
 
@@ -70,9 +72,9 @@ def test_elimination_finds_the_best_of_all_choices(weights):
     model = nn.Sequential(nn.Linear(8, 16, bias=False), nn.Linear(16, 8, bias=False))
     problem = problem_of(model, torch.randn(4, 8), weights=weights)
     best = pytest.approx(best_of_all(problem))
-    assert (
-        total_cost(problem, eliminate(problem)) == total_cost(problem, eliminate(problem, drop_dead_ends=True)) == best
-    )
+    picked, proven = solve(problem)
+    assert proven
+    assert total_cost(problem, picked) == best
 
 
 @pytest.mark.parametrize("weights", WEIGHTS)
@@ -81,11 +83,10 @@ def test_elimination_finds_the_best_of_all_choices(weights):
 )
 def test_elimination_and_integer_program_agree(model, weights):
     problem = problem_of(model, torch.randn(2, 4, 8), weights=weights)
-    by_ilp, proven = solve_ilp(problem)
+    best = pytest.approx(total_cost(problem, solve_program(problem)), rel=1e-6)
+    picked, proven = solve(problem)
     assert proven
-    best = pytest.approx(total_cost(problem, by_ilp), rel=1e-6)
-    assert total_cost(problem, eliminate(problem)) == best
-    assert total_cost(problem, eliminate(problem, drop_dead_ends=True)) == best
+    assert total_cost(problem, picked) == best
 
 
 class Recurrence(nn.Module):
@@ -103,19 +104,26 @@ class Recurrence(nn.Module):
         return x.exp().cumsum(1) + first
 
 
-def test_dead_ends_go_where_tables_would_be_too_large(monkeypatch):
-    """Mamba's recurrences needed tables of 18 million entries, and the integer program ended by the clock."""
+@pytest.mark.parametrize("largest", [1_000_000, 300_000, 1_000, 30, 4])
+@pytest.mark.parametrize("weights", WEIGHTS)
+def test_branches_where_tables_would_be_too_large(weights, largest, monkeypatch):
+    """Mamba's recurrences needed tables of 18 million entries, and those of blocks that run again and again of more than there can be."""
+    problem = problem_of(Recurrence(12, 3), torch.randn(2, 4, 12), weights=weights, share_blocks=False)
+    best = total_cost(problem, solve_program(problem))
+    monkeypatch.setattr(elimination, "_STAGES", [stage for stage in (4, 30, 300, 1_000, 300_000) if stage <= largest])
+    picked, proven = solve(problem)
+    assert proven
+    assert total_cost(problem, picked) == pytest.approx(best, rel=1e-6)
+
+
+def test_a_choice_that_is_not_proven_says_so(monkeypatch):
     problem = problem_of(Recurrence(12, 3), torch.randn(2, 4, 12), share_blocks=False)
-    best = total_cost(problem, eliminate(problem))
-    monkeypatch.setattr(search, "_LARGEST", 1_000)
-    assert eliminate(problem) is None
-    picked = eliminate(problem, drop_dead_ends=True)
-    assert picked is not None
-    assert (
-        total_cost(problem, picked)
-        == pytest.approx(best, rel=1e-9)
-        == pytest.approx(total_cost(problem, solve_ilp(problem)[0]), rel=1e-6)
-    )
+    monkeypatch.setattr(elimination, "_STAGES", (4,))
+    monkeypatch.setattr(elimination, "_LARGEST_OF_BOUND", 4)
+    monkeypatch.setattr(elimination, "_MOST_BRANCHES", 1)
+    picked, proven = solve(problem)
+    assert math.isfinite(total_cost(problem, picked))
+    assert not proven
 
 
 def test_equal_blocks_are_decided_once():
@@ -184,10 +192,10 @@ class Pieces(nn.Module):
 
 def test_a_value_with_more_users_than_arrays_have_axes():
     problem = problem_of(Pieces(), torch.randn(3, 7), 2)
-    picked = eliminate(problem)
-    assert total_cost(problem, picked) == pytest.approx(total_cost(problem, solve_ilp(problem)[0]), rel=1e-6)
+    picked, _ = solve(problem)
+    assert total_cost(problem, picked) == pytest.approx(total_cost(problem, solve_program(problem)), rel=1e-6)
     allowed_whole = collect(problem.trace, 2, lambda node, strategy: strategy.output == REPLICATED, Weights(), False)
-    assert set(eliminate(allowed_whole).values()) == {0}
+    assert set(solve(allowed_whole)[0].values()) == {0}
 
 
 class Scan(nn.Module):
@@ -241,7 +249,7 @@ def test_equal_iterations_are_decided_once_and_as_well(make, weights):
     assert len(shared.options) < len(whole.options)
     choice = choose(trace, 2, weights=weights)
     assert choice.proven
-    assert cost_of_choice(choice, whole) == pytest.approx(total_cost(whole, eliminate(whole)), rel=1e-6)
+    assert cost_of_choice(choice, whole) == pytest.approx(total_cost(whole, solve(whole)[0]), rel=1e-6)
 
 
 @pytest.mark.parametrize("make", [Scan, Writing])
