@@ -19,6 +19,7 @@ that have the same stages.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -26,6 +27,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.hooks import RemovableHandle
 
 from smpc.executor.replicas.forward_writes import ForwardWrites
 from smpc.sharding.wide_gradients import is_wide, wide_stand_in
@@ -87,6 +89,8 @@ class StageReplicas:
         named = [pair for stage in self._stages for pair in stage.named_parameters(remove_duplicate=False)]
         self._writes = ForwardWrites([(name, p) for name, p in named if id(p) not in self._apart], group)
         self._is_joined = False
+        self._looks: Callable[[Tensor, Tensor], None] | None = None
+        self._looking: list[RemovableHandle] = []
         owned = set(self._apart)
         for index in sorted(stages):
             stage = stages[index]
@@ -137,17 +141,29 @@ class StageReplicas:
         for stage in self._buffers_of:
             broadcast(stage.buffers(), self._group, self._source)
         self._writes.begin(compares=not self._is_joined)
+        if self._looks is not None:
+            found = {id(p): p for stage in self._stages for p in stage.parameters() if p.requires_grad}
+            watched = [parameter for key, parameter in found.items() if key not in self._apart]
+            self._looking = [_hooked(p, functools.partial(self._looks, p)) for p in watched]
+
+    def _look_no_more(self) -> None:
+        for handle in self._looking:
+            handle.remove()
+        self._looking = []
 
     def did_not_train(self) -> None:
         """The step that has ended did no backward: it does not count among `backward_passes_per_step`."""
         self._num_steps -= 1
+        self._look_no_more()
 
-    def join(self, source: int, count: dist.Work | None) -> None:
+    def join(self, source: int, count: dist.Work | None, looks: Callable[[Tensor, Tensor], None] | None = None) -> None:
         """Until `synchronize`: the buffers of replica `source` count, and gradients are divided by the sum that `count` computes.
 
-        That one is an all-reduce under way, of 1 from each replica that trains; None: they are divided by the number of all.
+        That one is an all-reduce under way, of 1 from each replica that trains; None: they are divided by the number of all. `looks` is
+        called with parameters and what each backward of a step adds to their gradients.
         """
-        self._source, self._count, self._is_joined = source, count, True
+        self._source, self._count, self._is_joined, self._looks = source, count, True, looks
+        self._look_no_more()
         if count is not None:
             for replica in self._replicas.values():
                 replica.reducer._set_forward_pass_work_handle(count, False)
@@ -177,7 +193,8 @@ class StageReplicas:
         if self._count is not None:
             for replica in self._replicas.values():
                 replica.reducer._set_forward_pass_work_handle(self._count, True)
-        self._source, self._count, self._is_joined = 0, None, False
+        self._source, self._count, self._is_joined, self._looks = 0, None, False, None
+        self._look_no_more()
 
     @property
     def _averages(self) -> bool:
@@ -202,6 +219,7 @@ class StageReplicas:
         if self._averages and not self._overlapping:
             for stage in sorted(self._replicas, reverse=True):
                 self._reduce(stage)
+        self._look_no_more()
         self._writes.end()
 
     def _reduce(self, stage: int) -> None:
@@ -220,6 +238,11 @@ class StageReplicas:
             parameter.grad = other.grad
             if other is not parameter:
                 other.grad = None
+
+
+def _hooked(parameter: nn.Parameter, looks: Callable[[Tensor], None]) -> RemovableHandle:
+    handle: RemovableHandle = parameter.register_hook(looks)  # type: ignore[no-untyped-call]
+    return handle
 
 
 def _ignore_in_data_parallel(replica: _Replica, owned: set[int]) -> None:

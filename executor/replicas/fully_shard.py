@@ -54,11 +54,12 @@ from smpc.sharding.whole_parameters import WholeParameters
 @dataclass(frozen=True, slots=True)
 class Joined:
     """The replicas of a step, where not all need have a batch. `source`: whose buffers count; `divisor`: of gradients, None: the number of
-    all replicas; `is_followed`: whether some have no batch."""
+    all replicas; `is_followed`: whether some have no batch; `looks`: at parameters and their whole gradients, before these are reduced."""
 
     source: int = 0
     divisor: int | None = None
     is_followed: bool = False
+    looks: Callable[[Tensor, Tensor], None] | None = None
 
 
 class _GatheredModules(nn.Module):
@@ -176,6 +177,7 @@ class StageShards:
         self._joined = joined
         for sharded in self._sharded.values():
             sharded.divide_by(joined.divisor)
+            sharded.look(joined.looks)
 
     def follow(self, *, trains: bool) -> None:
         """On a replica without a batch: take part in what the others gather before a training step ends, or in all of an evaluation."""
@@ -297,6 +299,7 @@ class ModuleShards:
         self._joined = joined
         self._outside.divisor = joined.divisor or self._group.size()
         self._sharded.divide_by(joined.divisor)
+        self._sharded.look(joined.looks)
         self._order.let_follow(joined.is_followed)
 
     @torch.enable_grad()

@@ -8,7 +8,7 @@ from executor_harness import run_workers
 from mixtures import MB, batch_of, made
 
 import smpc.v1 as smp
-from smpc.errors import NonFiniteLossError, StepError
+from smpc.errors import NonFiniteLossError, SmpcError, StepError
 
 BY_THE_REST = {"divide_by_initial_world_size": False}
 SHARDED = {"fully_shard": True}
@@ -138,7 +138,7 @@ ENDS = {
 def train_in_join(model, count, optimizer=None, scales=(1.0, 1.0, 1.0), **arguments):
     with model.join(**arguments):
         for step, scale in enumerate(scales[:count]):
-            train(model, batch_of(step, smp.rank()), scale=scale)
+            train(model, batch_of(step, smp.data_rank()), scale=scale)
             if optimizer is not None:
                 optimizer.step()
                 model.zero_grad()
@@ -184,3 +184,59 @@ def spoilt_losses(rank, folder):
 def test_losses_that_are_not_finite(tmp_path):
     first, second = run_workers(spoilt_losses, 2, tmp_path)
     assert first == second
+
+
+class Scaled(torch.autograd.Function):
+    """Megatron's way of a loss beside the loss: its gradient is a constant, whatever comes back."""
+
+    @staticmethod
+    def forward(context, hidden, beside):
+        return hidden.clone()
+
+    @staticmethod
+    def backward(context, grad):
+        return grad, torch.full((), 0.01, dtype=grad.dtype)
+
+
+class WithOwnGradients(torch.nn.Module):
+    """A loss of the router's numbers, or of a parameter, without the loss."""
+
+    def __init__(self, inner, of_router):
+        super().__init__()
+        self.inner, self.of_router = inner, of_router
+        self.scale = torch.nn.Parameter(torch.ones(8))
+
+    def forward(self, **batch):
+        found = self.inner(**batch)
+        beside = self.inner.blocks[0].router.weight.square().sum() if self.of_router else self.scale.square().sum()
+        return type(found)(loss=Scaled.apply(found.loss, beside))
+
+
+def own_gradients(rank, folder, name, pp, config, of_router):
+    init(pp, 2, config)
+    model = smp.DistributedModel(WithOwnGradients(made(name), of_router))
+    optimizer = smp.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+    try:
+        train_in_join(model, 1 + smp.data_rank(), optimizer)
+    except SmpcError as error:
+        return f"{type(error).__name__}: {error}"
+    return "as ever"
+
+
+@pytest.mark.parametrize(
+    ("pp", "config", "of_router"),
+    [
+        (1, {}, True),
+        (1, SHARDED, False),
+        *(
+            pytest.param(pp, config, True, marks=pytest.mark.long)
+            for pp, config in [(1, SHARDED), (2, {}), (2, SHARDED)]
+        ),
+    ],
+)
+def test_gradients_that_do_not_come_from_the_loss_are_an_error(tmp_path, pp, config, of_router):
+    """A replica that is over counted them once more, without a word."""
+    what = "blocks.0.router.weight" if of_router else "scale"
+    found = sorted(run_workers(own_gradients, 2 * pp, tmp_path, "by hand", pp, config, of_router))
+    assert all(re.match("PeerError: .*expected zeros for", each, re.DOTALL) for each in found[:-1])
+    assert re.match(f"UsageError: join: .*expected zeros for (inner\\.)?{what}, found others", found[-1])

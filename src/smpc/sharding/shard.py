@@ -158,6 +158,11 @@ class Sharded:
             part.module.set_force_sum_reduction_for_comms(num_ranks is not None)  # gloo has no other sum of factors
             part.module.set_gradient_divide_factor(cast(Any, num_ranks))  # torch's own default is None
 
+    def look(self, at: Callable[[Tensor, Tensor], None] | None) -> None:
+        """`at` is called with parameters that all ranks share, and their whole gradients, before these are reduced."""
+        if self._uses is not None:
+            self._uses.looks = at
+
     def begin_step(self) -> None:
         """A training step begins. Until `end_step` units keep their parameters as long as they should."""
         for part in self._parts:

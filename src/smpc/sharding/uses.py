@@ -43,6 +43,8 @@ class Uses:
         # Whether this rank has something to tell at the end of a step beside its uses.
         self.tells: Callable[[], bool] = lambda: False
         self._is_told = False
+        # Called with a parameter, in parts, and its whole gradient, before that is reduced.
+        self.looks: Callable[[Tensor, Tensor], None] | None = None
         for each in self._groups:
             each.post_backward = functools.partial(self._reduce, each, each.post_backward)
 
@@ -73,6 +75,7 @@ class Uses:
         every = self._parameters()
         if not every:
             return False
+        self._look(every)
         used = [id(each) in self._used or has_gradient(each) or self._has_got(each) for each in every]
         waits = [any(has_gradient(each) for each in _trained(group)) for group in self._groups]
         counts = torch.tensor([*used, *waits, self.tells()], dtype=torch.int32, device=self._groups[0].device)
@@ -105,8 +108,18 @@ class Uses:
         if self._is_open and group.reduce_grads and group._training_state is not TrainingState.IDLE:
             trained = _trained(group)
             self._used.update(id(each) for each in trained if has_gradient(each))
+            self._look(trained)
             _complete(trained)
         original(*unused)
+
+    def _look(self, parameters: Iterable[Any]) -> None:
+        if self.looks is None:
+            return
+        for each in parameters:
+            whole = getattr(each, "_unsharded_param", None)
+            for grad in (each.unsharded_accumulated_grad, None if whole is None else whole.grad):
+                if grad is not None:
+                    self.looks(each.sharded_param, grad)
 
 
 def _trained(group: Any) -> list[Any]:

@@ -15,6 +15,7 @@ copied; the model itself is that of the rank.
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 import pickle
 from collections.abc import Callable, Iterator, Mapping
@@ -24,7 +25,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from smpc.errors import NonFiniteLossError, StepError
+from smpc.errors import NonFiniteLossError, StepError, UsageError
 from smpc.executor import StageReplicas
 from smpc.executor.replicas.fully_shard import Joined, ModuleShards, StageShards
 from smpc.executor.replicas.group_hooks import StepHooks, innermost
@@ -66,6 +67,7 @@ class JoinOfExperts(JoinOfActs):
         super().__init__(context, None, options, "with expert_parallel_degree above 1")
         self._hooks, self._run = hooks, run
         self._repeats = False
+        self._source = 0  # whose buffers count
         self._left: NonFiniteLossError | None = None
 
     @contextlib.contextmanager
@@ -83,7 +85,15 @@ class JoinOfExperts(JoinOfActs):
         """Nothing."""
 
     def begin_step(self, *, trains: bool) -> None:
-        """Nothing."""
+        """Averages are there now, the first time, too."""
+        averaging, looks = innermost(self._hooks()), None
+        if self._repeats:
+            names = {id(parameter): name for name, parameter in self._context.module.named_parameters()}
+            looks = functools.partial(_check_zeros, names)
+        if isinstance(averaging, StageReplicas):
+            averaging.join(self._source, None, looks)
+        elif isinstance(averaging, StageShards | ModuleShards):
+            averaging.join(Joined(self._source, looks=looks))
 
     def end_step(self, *, did_backward: bool) -> None:
         """Nothing."""
@@ -93,11 +103,7 @@ class JoinOfExperts(JoinOfActs):
         self.divisor = 1.0
         if not self._divides_by_all:
             self.divisor = len({alike[replica] for replica in active}) / len(set(self._alike))
-        averaging = innermost(self._hooks())
-        if isinstance(averaging, StageReplicas):
-            averaging.join(max(active), None)
-        elif isinstance(averaging, StageShards | ModuleShards):
-            averaging.join(Joined(max(active)))
+        self._source = max(active)
 
     def _as_told(self, act: tuple[Any, ...]) -> tuple[Any, ...]:
         """Of a step, the pickled call; where that fails, why."""
@@ -202,6 +208,18 @@ class JoinOfExperts(JoinOfActs):
         averaging = innermost(self._hooks())
         if isinstance(averaging, StageShards | ModuleShards):
             averaging.join(Joined())
+
+
+def _check_zeros(names: Mapping[int, str], parameter: Tensor, gradient: Tensor) -> None:
+    """Of a parameter that all replicas have, on a rank that repeats the step of another."""
+    values = gradient.coalesce().values() if gradient.is_sparse else gradient
+    if torch.count_nonzero(values.nan_to_num(0.0, 0.0, 0.0)):
+        raise UsageError(
+            "join: with expert_parallel_degree above 1, replicas that ran out of data run the step of the others once more, with gradients "
+            f"of zero: expected zeros for {names.get(id(parameter), 'a parameter')}, found others, which would count that batch twice; a "
+            "function of autograd makes gradients of its own, or a hook does: add what it is for to the loss, or with "
+            "smpc.experts.join_loss, or give all replicas as many batches"
+        )
 
 
 @contextlib.contextmanager
