@@ -148,13 +148,15 @@ def test_a_weight_penalty_in_a_step_function_ends_the_job(tmp_path):
 
 
 class Stack(nn.Module):
-    """Layers of which each of two stages has some."""
+    """Layers of which each of two stages has some. `tied`: the last layer has the weight of the first one, so both stages have it."""
 
-    def __init__(self):
+    def __init__(self, tied=False):
         super().__init__()
         self.embedding = nn.Embedding(20, 8)
         self.layers = nn.Sequential(*(nn.Linear(8, 8) for _ in range(4)))
         self.head = nn.Linear(8, 20)
+        if tied:
+            self.head.weight = self.embedding.weight
 
     def forward(self, ids):
         return nn.functional.cross_entropy(self.head(torch.tanh(self.layers(self.embedding(ids)))), ids.flip(0))
@@ -168,12 +170,12 @@ def step_of_stack(model, ids):
 
 
 def trained(model, optimizer, train, line):
-    """Two steps, after each of which a script has changed gradients and parameters. `line`: by its name below."""
+    """Two steps, after each of which a script has changed gradients and parameters by a `line`."""
     for number in range(2):
         optimizer.zero_grad()
         train(torch.arange(8).add(number))
         torch.manual_seed(number)
-        _LINES[line](model)
+        line(model)
         optimizer.step()
 
 
@@ -362,7 +364,7 @@ def train_stack(rank, folder, config):
         optimizer = smp.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
         shown = model.get_module()
         try:
-            trained(shown, optimizer, lambda ids, model=model: step_of_stack(model, ids), line)
+            trained(shown, optimizer, lambda ids, model=model: step_of_stack(model, ids), _LINES[line])
             found[line] = model.state_dict()
         except UsageError as error:
             found[line] = str(error)
@@ -379,7 +381,7 @@ def test_what_scripts_compute_of_parameters_of_other_ranks(tmp_path):
         torch.manual_seed(0)
         model = Stack()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        trained(model, optimizer, lambda ids, model=model: model(ids).backward(), line)
+        trained(model, optimizer, lambda ids, model=model: model(ids).backward(), _LINES[line])
         for found in (of_rank[line] for of_rank in by_rank):
             if line in [each.__name__ for each in _REFUSED]:
                 assert "that was computed of what this rank has alone, without" in found
@@ -419,3 +421,53 @@ def train_compared(rank, folder, number, ends_in):
 def test_stages_compare_the_numbers_that_scripts_write_by(number, ends_in, tmp_path):
     """A norm of one stage, once it was a float, scaled the gradients of each by another number, with a warning alone."""
     assert run_workers(train_compared, 2, tmp_path, number, ends_in) == [True, True]
+
+
+def once(model):
+    """All parameters, those that stages share on the first rank that has them alone."""
+    is_last = smp.is_initialized() and smp.pp_rank() == 1
+    return [p for name, p in model.named_parameters() if not (is_last and name == "embedding.weight")]
+
+
+def penalized_once(model):
+    with torch.no_grad():
+        total = summed_up(torch.stack([p.norm() for p in once(model)]).square().sum())
+        for p in model.parameters():
+            p.mul_(p.norm() / (p.norm() + 0.1)).sub_(p, alpha=1e-3 * total.item())
+
+
+def written_one_by_one(model):
+    total = torch.zeros(())
+    for p in model.parameters():
+        total += p.grad.double().square().sum()
+    summed_up(total)
+
+
+def of_lists(model):
+    summed_up(torch.stack(torch._foreach_norm([p.grad for p in model.parameters()])).square_().sum())
+
+
+def train_tied(rank, folder):
+    smp.init({"pipeline_parallel_degree": 2, "microbatches": 1})
+    torch.manual_seed(0)
+    model = smp.DistributedModel(Stack(tied=True))
+    optimizer = smp.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+    train = lambda ids: step_of_stack(model, ids)  # noqa: E731
+    trained(model.get_module(), optimizer, train, penalized_once)
+    train(torch.arange(8))
+    for line in (clipped_by_all, written_one_by_one, of_lists) if rank else ():
+        with pytest.raises(
+            UsageError, match=r"all_reduce: .*'embedding.weight', which the ranks \[0, 1\] have together"
+        ):
+            line(model.get_module())
+    return model.state_dict()
+
+
+def test_parameters_that_stages_share_count_once_in_sums(tmp_path):
+    """They counted once for each stage, without a word."""
+    torch.manual_seed(0)
+    model = Stack(tied=True)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    trained(model, optimizer, lambda ids: model(ids).backward(), penalized_once)
+    for found in run_workers(train_tied, 2, tmp_path):
+        torch.testing.assert_close(found, dict(model.state_dict()))

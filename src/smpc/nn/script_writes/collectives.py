@@ -23,7 +23,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves
 
 from smpc.errors import UsageError
-from smpc.nn.script_writes.rows import OfSlice, Ranks, known
+from smpc.nn.script_writes.rows import OfSlice, Ranks, known, known_again
 
 _MODULE = "torch.distributed.distributed_c10d"
 _IN_PLACE = ("all_reduce", "all_reduce_coalesced", "broadcast")
@@ -49,6 +49,14 @@ def check_collective(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapp
             )
     if name not in (*_IN_PLACE, "reduce"):
         return
+    for each in _written(given) if name != "broadcast" else ():
+        again = known_again(each)
+        if again is not None and each.numel() < again.size and len({*again.ranks} & ranks) > 1:
+            raise UsageError(
+                f"{name}: expected numbers of which each parameter is in that of one rank, found one with {again.name!r}, which the ranks "
+                f"{list(again.ranks)} have together (stages share it): a sum would count it {len({*again.ranks} & ranks)} times; leave it "
+                f"out but on rank {again.ranks[0]}, or take clip_grad_norm_(model.parameters(), float('inf')), which is the norm of all"
+            )
     for each in _written(given):
         of = known(each)
         if of is None or of.is_partial or not any(len({*group} & ranks) > 1 for group in of.groups):

@@ -48,6 +48,7 @@ _SCALES = (1, 1000)
 _CANNOT = (RuntimeError, IndexError, ValueError, TypeError)
 Ranks = tuple[int, ...]
 SLICE = "_smpc_slice"  # of a value: what is known of it
+AGAIN = "_smpc_again"  # of values: an OfAgain
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,18 +141,41 @@ class OfSlice:
 
 @dataclass(frozen=True, slots=True)
 class OfWhole:
-    """Of which parameter that this rank has whole, though ranks have slices of others; `writes` as above. `is_everywhere`: all have it."""
+    """Of which parameter that this rank has whole, though ranks have slices of others; `writes` as above. `is_everywhere`: all have it.
+    `again`: if some stages have it, and this one is not the first of them, all their ranks."""
 
     name: str
     parameter: Callable[[], Tensor | None]
     writes: Writes | None
     is_everywhere: bool = True
+    again: Ranks = ()
+
+
+@dataclass(frozen=True, slots=True)
+class OfAgain:
+    """Of which parameter a value was computed that stages have together, on a rank of another one than the first: a sum over their `ranks`
+    would count it again. `size`: elements of the parameter."""
+
+    name: str
+    ranks: Ranks
+    size: int
 
 
 def known(value: Any) -> OfSlice | None:
     """What is known of a value of a slice."""
     found = vars(value).get(SLICE) if isinstance(value, Tensor) else None
     return found if isinstance(found, OfSlice) else None
+
+
+def known_again(value: Any) -> OfAgain | None:
+    """Whether a value was computed of a parameter that a sum over stages would count again."""
+    if not isinstance(value, Tensor):
+        return None
+    whole = known_whole(value)
+    if whole is not None and whole.again:
+        return OfAgain(whole.name, whole.again, value.numel())
+    found: OfAgain | None = vars(value).get(AGAIN)
+    return found
 
 
 def known_whole(value: Any) -> OfWhole | None:

@@ -16,7 +16,7 @@ is a DTensor, and so are its values (SlicePartValues). Writes that are no error 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -30,8 +30,10 @@ from smpc.nn.init.whole_fills import drawn_as_whole, filled_as_whole, whole_shap
 from smpc.nn.script_writes.callers import is_script, is_script_beyond_torch
 from smpc.nn.script_writes.collectives import check_collective, have_one_memory, is_collective, known_after
 from smpc.nn.script_writes.rows import (
+    AGAIN,
     OPERATORS,
     SLICE,
+    OfAgain,
     OfSlice,
     OfWhole,
     Ranks,
@@ -43,6 +45,7 @@ from smpc.nn.script_writes.rows import (
     is_even,
     is_independent,
     known,
+    known_again,
     known_whole,
     lined_up,
     plain,
@@ -232,11 +235,26 @@ def told(tensor: Any, of: OfSlice | OfWhole) -> SliceValues:
     return tensor  # type: ignore[no-any-return]
 
 
+def _told_again(tensors: Iterable[Any], of: OfAgain | None) -> None:
+    """Has values know that they were computed of a parameter that other stages have, too."""
+    for each in tensors if of is not None else ():
+        if type(each) in (Tensor, DTensor):
+            each.__class__ = SlicePartValues if isinstance(each, DTensor) else SliceValues
+        if isinstance(each, SliceValues) and known_whole(each) is None:
+            vars(each)[AGAIN] = of
+
+
+def _again_in(values: Any) -> OfAgain | None:
+    """The first of those that values know of."""
+    return next((of for each in tree_leaves(values) if (of := known_again(each)) is not None), None)
+
+
 def _forget(tensor: Any) -> None:
     if isinstance(tensor, SliceValues):
         ordinary: Any = DTensor if isinstance(tensor, DTensor) else Tensor
         tensor.__class__ = ordinary
-        del vars(tensor)[SLICE]
+        vars(tensor).pop(SLICE, None)
+        vars(tensor).pop(AGAIN, None)
 
 
 def check_whole(tensor: Tensor, what: str = "weight.data = ...") -> None:
@@ -289,6 +307,8 @@ def _write(name: str, func: Callable[..., Any], args: Sequence[Any], kwargs: dic
         elif not is_even(target, of) or not _keeps_rows(name, func, args, kwargs, target, of):
             raise _uneven(name, of, target.shape)
     result = func(*args, **kwargs)
+    again = _again_in((args, kwargs))
+    _told_again([each for each in targets if again is not None and each.numel() < again.size], again)
     for position, target in enumerate(targets):
         given, named = _of_one_target(name, position, targets, args, kwargs)
         if len(slices) < len(targets):
@@ -439,6 +459,17 @@ def _are_even(values: list[Any]) -> bool:
 
 
 def known_result(name: str, func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any], result: Any) -> Any:
+    """The result, which knows of what slice it is, and whether it has what other stages have, too."""
+    found = _known_of_slices(name, func, args, kwargs, result)
+    given = tree_leaves((args, kwargs))
+    made = (each for each in tree_leaves(found) if isinstance(each, Tensor) and not any(each is one for one in given))
+    _told_again(made, _again_in(given))
+    return found
+
+
+def _known_of_slices(
+    name: str, func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any], result: Any
+) -> Any:
     """The result, which knows of what slice it is."""
     if name == "numpy":
         whole = known_whole(args[0])

@@ -188,10 +188,11 @@ def note_slices(
     _note(model, found)
 
 
-def note_own(model: nn.Module, names: Iterable[str], writes: Writes) -> None:
-    """This rank has these parameters, by name, whole, and not all of the model's. `writes`: where those of scripts are noted."""
+def note_own(model: nn.Module, names: Mapping[str, Ranks], writes: Writes) -> None:
+    """This rank has these parameters, by name, whole, and not all of the model's; of those that it has not as the first one, with the ranks
+    that have them. `writes`: where those of scripts are noted."""
     _support()
-    _note(model, [_WholeOf(name, Place.of(model, name), writes, is_everywhere=False) for name in names])
+    _note(model, [_WholeOf(name, Place.of(model, name), writes, False, again) for name, again in names.items()])
 
 
 def without_rows(
@@ -279,6 +280,7 @@ class _WholeOf:
     place: Place
     writes: Writes | None
     is_everywhere: bool = True
+    again: Ranks = ()
 
     def note(self, parameter: nn.Parameter) -> None:
         """Have a parameter of this place know it, unless it is known as a slice, or others compare what is written into it."""
@@ -289,7 +291,7 @@ class _WholeOf:
 
     def like(self, tensor: Tensor) -> OfWhole:
         """What an alias, or the gradient, is to know."""
-        return OfWhole(self.name, self.place, self.writes, self.is_everywhere)
+        return OfWhole(self.name, self.place, self.writes, self.is_everywhere, self.again)
 
 
 class Place:

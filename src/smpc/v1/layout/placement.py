@@ -267,8 +267,13 @@ class Placement:
         self.is_spread = True
         if self.writes is not None:
             own = [name for name in self._parameters if self.is_local(name)]
-            note_own(self._model, [name for name in own if name not in self._noted], self.writes)
+            note_own(self._model, {name: self._again(name) for name in own if name not in self._noted}, self.writes)
             self._noted |= {*own}
+
+    def _again(self, name: str) -> tuple[int, ...]:
+        """All ranks that hold a parameter which this one does not hold as the first."""
+        found = self._holders.get(name, ())
+        return tuple(self._ranks[rank] for rank in found) if len(found) > 1 and found[0] != self._rank else ()
 
     def _have_gradients(self) -> bool:
         return any(p.grad is not None for name, p in self._parameters.items() if self.is_local(name))
