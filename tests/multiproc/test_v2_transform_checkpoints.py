@@ -174,11 +174,12 @@ def full_state(model, optimizer):
 
 
 def passes_rank_0s_state_on(rank, channel, degrees, fsdp, family):
-    """Of rank 0's state after a step: shapes, and what is another in a model that all ranks have loaded it into."""
+    """Of rank 0's state after a step: shapes, and what is another in a model, beside the first, that all ranks have loaded it into."""
     tsm.init(degrees)
-    states = []
+    states, alive = [], []
     for seed in (0, 5):
         model = wrapped(tsm.transform(build(family, seed)), fsdp, use_orig_params=True)
+        alive.append(model)
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
         train(model, loss_of_model, range(1), optimizer)
         if seed:
@@ -202,12 +203,12 @@ def passes_rank_0s_state_on(rank, channel, degrees, fsdp, family):
     ]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("family", "degrees", "fsdp"),
     [
-        *(("mixtral", degrees, fsdp) for degrees in (SHARED, EXPERTS) for fsdp in (0, 1, 2)),
-        *(("listed", EXPERTS, fsdp) for fsdp in (0, 2)),
+        pytest.param("llama", SHARED, 1, marks=pytest.mark.long),
+        *(slow("mixtral", degrees, fsdp) for degrees in (SHARED, EXPERTS) for fsdp in (0, 1, 2)),
+        *(slow("listed", EXPERTS, fsdp) for fsdp in (0, 2)),
     ],
 )
 def test_a_full_state_dict_of_rank_0_is_loaded_on_all_ranks(family, degrees, fsdp, tmp_path):

@@ -212,11 +212,11 @@ def _cut_for(full: Mapping[str, Any], local: Mapping[str, Any]) -> dict[str, Any
 
 
 def _sliced_state_entries(local: Mapping[str, Any]) -> dict[str, ParameterPart]:
-    """The parts that entries of a flat state dict are of: DTensors of the whole are left to torch."""
+    """The parts that entries of a flat state dict are of: what is whole, and DTensors of the whole, are left to torch."""
     found: dict[str, ParameterPart] = {}
 
     def note(path: str, value: Any, part: ParameterPart) -> Any:
-        if not part.is_whole(value):
+        if part.may_be(value) and not part.is_whole(value):
             found[path.removeprefix(".")] = part
         return value
 

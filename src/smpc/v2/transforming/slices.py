@@ -263,7 +263,8 @@ def _model_of(module: nn.Module) -> nn.Module | None:
 
 @dataclass(frozen=True, slots=True)
 class _HeldParameter:
-    """What a model has under a name: its part, None if it is whole here; the parameter, None if FSDP1 has put it into a flat one."""
+    """What a model has under a name: its part, None if it is whole here; the parameter, None if FSDP1 has put it into a flat one, or what
+    FSDP1 has on this rank of all its elements, in one dimension."""
 
     part: ParameterPart | None
     parameter: Tensor | None
@@ -276,7 +277,7 @@ class _HeldParameter:
 
     def fits(self, value: Tensor | ShardedTensor, *, is_whole: bool) -> bool:
         """Whether a value can be what this rank has of it, or with `is_whole` all of it."""
-        if self.part is None or (self.parameter is not None and not is_whole):
+        if self.part is None or (isinstance(self.parameter, DTensor) and not is_whole):
             return self.parameter is not None and value.shape == self.parameter.shape
         return tuple(value.shape) == (self.part.shape if is_whole else self.part.own_shape)
 
