@@ -27,11 +27,15 @@ def flat(strategy=None, orig=True):
     return wrap
 
 
-def sharded():
+def sharded(**options):
     model = Net()
     for module in (model.up, model):
-        fully_shard(module)
+        fully_shard(module, **options)
     return model
+
+
+def left_whole():
+    return sharded(reshard_after_forward=False)
 
 
 def sliced():
@@ -114,7 +118,21 @@ def writes_while_whole(model, grad):
     return losses
 
 
-CASES = {  # how, degrees, what, and whether it evaluates with gradients
+def evaluates_before_an_update(model, grad):
+    """Losses, of which each second one is of an evaluation between a backward and its update."""
+    optimizer, losses = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9), []
+    for step in range(3):
+        optimizer.zero_grad()
+        loss = loss_of(model, step)
+        loss.backward()
+        with torch.set_grad_enabled(grad):
+            losses += [loss.item(), loss_of(model, 8).item()]
+        optimizer.step()
+    return losses
+
+
+NATIVE = ""
+CASES = {  # how, the degree (or none), what, and whether it evaluates with gradients
     "fully_shard, swaps": (sharded, "hybrid_shard_degree", swaps_weights, False),
     "slices, swaps": (sliced, "tensor_parallel_degree", swaps_weights, False),
     "FSDP1, swaps": (flat(), "hybrid_shard_degree", swaps_weights, False),
@@ -125,6 +143,12 @@ CASES = {  # how, degrees, what, and whether it evaluates with gradients
         swaps_weights,
         False,
     ),
+    "fully_shard whole, swaps": (left_whole, "hybrid_shard_degree", swaps_weights, False),
+    "fully_shard whole, evaluates": (left_whole, "hybrid_shard_degree", evaluates_before_an_update, False),
+    "native fully_shard, evaluates": (sharded, NATIVE, evaluates_before_an_update, False),
+    "native fully_shard whole, swaps": (left_whole, NATIVE, swaps_weights, False),
+    "native FSDP1, evaluates": (flat(), NATIVE, evaluates_before_an_update, False),
+    "native FSDP1 flat, ZeRO 2, swaps": (flat(ShardingStrategy.SHARD_GRAD_OP, False), NATIVE, swaps_weights, False),
     "fully_shard, freezes": (sharded, "hybrid_shard_degree", freezes_layers, False),
     "fully_shard, freezes, with gradients": (sharded, "hybrid_shard_degree", freezes_layers, True),
     "FSDP1, freezes, with gradients": (flat(), "hybrid_shard_degree", freezes_units, True),
@@ -136,7 +160,7 @@ CASES = {  # how, degrees, what, and whether it evaluates with gradients
 
 def runs(rank, channel, name):
     make, degree, run, grad = CASES[name]
-    tsm.init({degree: 2})
+    tsm.init({degree: 2} if degree else {})
     model = make()
     losses = run(model, grad)
     state = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))

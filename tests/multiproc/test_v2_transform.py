@@ -15,6 +15,7 @@ from torch.distributed.fsdp import (
 from torch.distributed.fsdp.wrap import transformer_auto_wrap_policy
 from transformed import (
     CONTEXT,
+    EXPERTS,
     SHARED,
     batch,
     build,
@@ -99,6 +100,13 @@ def test_sequences_beside_replicas(tmp_path):
 )
 def test_slices_of_weights(size, family, degrees, fsdp, checkpoints, loss_of, tmp_path):
     check_losses(tmp_path, size, family, degrees, fsdp, checkpoints, loss_of)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("family", ["mixtral", "listed"])
+def test_divided_experts_in_layers_that_run_again(family, tmp_path):
+    """A backward that ran a layer again took what `fully_shard` had gathered for parameters between steps: the next step was refused."""
+    check_losses(tmp_path, 2, family, EXPERTS, 2, checkpoints=True)
 
 
 @pytest.mark.long

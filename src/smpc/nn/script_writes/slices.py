@@ -216,8 +216,10 @@ def _note(model: nn.Module, known: Sequence[_SliceOf | _WholeOf]) -> None:
     def note() -> None:
         for of in known:
             parameter = of.place()
-            if parameter is not None:
-                of.note(parameter)
+            if parameter is None or (of.is_in_parts and not isinstance(parameter, DTensor)):
+                continue  # not there, or gathered for a while, such as in a backward that runs a module again
+            of.is_in_parts = isinstance(parameter, DTensor)
+            of.note(parameter)
 
     note()
     after_steps(model, note)
@@ -232,7 +234,8 @@ def _ranks_of(group: dist.ProcessGroup) -> Ranks:
 
 @dataclass(slots=True)
 class _SliceOf:
-    """What is known of a parameter. `shape`: of the slice, once there is one. `model`: of one without rows, where to look for gradients."""
+    """What is known of a parameter. `shape`: of the slice, once there is one. `model`: of one without rows, where to look for gradients.
+    `is_in_parts`: on replicas, between steps."""
 
     name: str
     place: Place
@@ -241,6 +244,7 @@ class _SliceOf:
     writes: Writes
     shape: torch.Size | None = None
     model: Callable[[], nn.Module | None] | None = None
+    is_in_parts: bool = False
 
     @property
     def has_gradient(self) -> bool:
@@ -281,6 +285,7 @@ class _WholeOf:
     writes: Writes | None
     is_everywhere: bool = True
     again: Ranks = ()
+    is_in_parts: bool = False
 
     def note(self, parameter: nn.Parameter) -> None:
         """Have a parameter of this place know it, unless it is known as a slice, or others compare what is written into it."""

@@ -118,7 +118,7 @@ class FlatUnits:
     def _forward(self, original: Callable[..., Any]) -> Callable[..., Any]:
         def forward(unit: FullyShardedDataParallel, *args: Any, **kwargs: Any) -> Any:
             if unit in self._undone and not is_in_backward():
-                _let_go(unit)
+                let_go(unit)
             gathers = unit._is_root is not False and _gathers(unit)
             output = original(unit, *args, **kwargs)
             if unit in self._roots and not is_in_backward():
@@ -126,7 +126,7 @@ class FlatUnits:
                 if gathers:
                     self._tell(_FORWARD, unit, unit)
                 if not torch.is_grad_enabled():
-                    _let_go(unit)
+                    let_go(unit)
             return output
 
         return forward
@@ -259,7 +259,7 @@ def _replicas(state: Any) -> dist.ProcessGroup | None:
     return getattr(state, "_inter_node_pg", None)
 
 
-def _let_go(root: Any) -> None:
+def let_go(root: Any) -> None:
     """Free what units have left whole."""
     for each in root._all_fsdp_states:
         handle = each._handle

@@ -51,6 +51,7 @@ from smpc.mesh.device_mesh import device_mesh
 from smpc.optimizers.torch_patches import patch_attribute, replace_method
 from smpc.sharding.tensors import has_hooks
 from smpc.v2.session.checkpoint_patch import patch_distributed_checkpoints
+from smpc.v2.session.evaluations import let_go_after_evaluations
 from smpc.v2.session.flat_units import FlatUnits
 from smpc.v2.session.full_state_patch import give_whole_state, patch_full_state
 from smpc.v2.session.gradient_patch import note_unit, patch_gradients
@@ -78,7 +79,9 @@ def patch(session: Session) -> Callable[[], None]:
         *patch_full_state(session),
     ]
     undo += patch_gradients(session)
-    if not session.config.is_native:
+    if session.config.is_native:
+        undo += let_go_after_evaluations()
+    else:
         undo += [*units.patch(), *_patch_fsdp2(session), *patch_distributed_checkpoints(session)]
         undo += follow_gradients(session) if session.mesh.size(Axis.EP) > 1 else []
 

@@ -2,7 +2,7 @@
 
 fully_shard(block), ...     ranks note the modules, which all of them make in one order
 the first forward           torch finds out which of them is outermost; what is noted by then goes in step
-a forward without gradients  the outermost has its parameters in parts afterwards, as the others: scripts read and write parts
+a forward without gradients  all have their parameters in parts afterwards: scripts and optimizers read and write parts
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class ScriptUnits:
         if not outer:
             return
         for root in outer:
-            root.register_forward_hook(_let_go_without_gradients)
+            root.register_forward_hook(let_go_without_gradients)
         roots: dict[str, FSDPModule] = {str(i) if len(outer) > 1 else "": root for i, root in enumerate(outer)}
         named: dict[str, FSDPModule] = {}
         states: dict[int, Any] = {}
@@ -78,10 +78,12 @@ class ScriptUnits:
         made.begin()
 
 
-def _let_go_without_gradients(root: Any, *_: object) -> None:
-    """No backward will free what torch has left whole."""
-    if not torch.is_grad_enabled() and not is_in_backward() and root._get_fsdp_state()._auto_reshard_after_forward:
-        root.reshard()
+def let_go_without_gradients(root: Any, *_: object) -> None:
+    """No backward will free what is left whole: the outermost unit, and those that a script wants so after forwards."""
+    if not torch.is_grad_enabled() and not is_in_backward():
+        for unit in root.modules():
+            if isinstance(unit, FSDPModule):
+                unit.reshard()
 
 
 def _is_covered(unit: Any) -> bool:
