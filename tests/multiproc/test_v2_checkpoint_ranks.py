@@ -11,8 +11,9 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from checkpoint_harness import KillAt, run_ranks, values_of
 from torch import nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.tensor import DTensor
 
 from smpc.v2.distributed.checkpoint.async_utils import AsyncCallsQueue
@@ -84,6 +85,37 @@ def test_other_numbers_of_ranks_load_what_two_saved(is_async, tmp_path):
     for size, by_torch in ((3, False), (1, False), (2, True)):
         for found in values_of(run_ranks(size, loads, tmp_path, path, by_torch)):
             assert found == wanted
+
+
+def goes_on_with_few_rows(rank, channel, path):
+    """FSDP1 gives rank 2 nothing of two rows. What is another after another model has loaded the first one's state."""
+    states = []
+    for seed in (1, 2):
+        torch.manual_seed(seed)
+        options = {"device_id": torch.device("cpu"), "use_orig_params": True}
+        model = FullyShardedDataParallel(nn.Sequential(nn.Linear(3, 5), nn.Linear(5, 2)), **options)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+        model(torch.ones(2, 3)).square().mean().backward()
+        optimizer.step()
+        model_state, optimizer_state = get_state_dict(model, optimizer)
+        state = {"model": model_state, "optimizer": optimizer_state}
+        if seed == 1:
+            save(state, checkpoint_id=path)
+        else:
+            load(state, checkpoint_id=path)
+            found = {"model_state_dict": state["model"], "optim_state_dict": state["optimizer"]}
+            set_state_dict(model, optimizer, **found)
+        full = StateDictOptions(full_state_dict=True)
+        model_state, optimizer_state = get_state_dict(model, optimizer, options=full)
+        moments = {name: each["exp_avg"] for name, each in optimizer_state["state"].items()}
+        states.append(model_state | {f"moment of {name}": value for name, value in moments.items()})
+    first, second = states
+    return [name for name, value in first.items() if not torch.equal(value, second[name])]
+
+
+def test_ranks_that_have_nothing_of_a_tensor_load_the_others(tmp_path):
+    """torch took the checkpoint for one of an old version, in which it found no groups of parameters."""
+    assert values_of(run_ranks(3, goes_on_with_few_rows, tmp_path, str(tmp_path / "c"))) == [[]] * 3
 
 
 def saves_locally(rank, channel, path):

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.distributed.checkpoint._traverse import set_element
-from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, create_default_local_load_plan
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadItem
 from torch.distributed.checkpoint.planner import LoadPlanner as AnyLoadPlanner
@@ -38,10 +38,17 @@ class LoadPlanner(DefaultLoadPlanner):
     """torch's planner, but for values that are no tensors, which it would unpickle freely, and for the error of keys that are missing."""
 
     def create_local_plan(self) -> LoadPlan:
-        """This rank's reads."""
+        """This rank's reads.
+
+        torch takes a checkpoint to be of an old version, with other keys, where it has keys that this rank has not: those of tensors of
+        which FSDP1 has given this rank nothing. A checkpoint with all keys of this rank is none.
+        """
         assert self.metadata is not None, "set up"
         try:
-            plan = super().create_local_plan()
+            if self.state_dict.keys() <= self.metadata.state_dict_metadata.keys():
+                plan = create_default_local_load_plan(self.state_dict, self.metadata)
+            else:
+                plan = super().create_local_plan()
         except (RuntimeError, ValueError) as error:
             present = list(self.metadata.state_dict_metadata)
             missing = [key for key in self.state_dict if key not in present]
