@@ -219,7 +219,7 @@ def cut_experts(
     if group.size > 1:
         divided = {id(each) for one in confirmed for each in _parameters_of(one)}
         whole = [name for name, each in model.named_parameters() if id(each) not in divided]
-        note_slices(model, {}, group, whole=whole)
+        note_slices(model, {}, group, whole=whole, are_replicas=True)
     if looks and group.size > 1:
         look_at(model, options)
     numbers = {one.name: one.num_experts for one in found}

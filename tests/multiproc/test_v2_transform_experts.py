@@ -160,3 +160,32 @@ def test_what_balancing_changes():
             tsm.state.reset()
         assert all(torch.equal(each(input_ids=ids).logits, own) for each in kept)
         assert not torch.allclose(sinkhorn(input_ids=ids).logits, own)
+
+
+def halves_gradients(rank, channel):
+    tsm.init(EXPERTS)
+    model = wrapped(tsm.transform(build("mixtral")), 1, use_orig_params=True)
+    optimizer, losses = torch.optim.SGD(model.parameters(), lr=0.2), []
+    for step in range(STEPS):
+        loss = loss_of_model(model, batch(step, sample_of()))
+        loss.backward()
+        for parameter in model.parameters():
+            if parameter.grad is not None:
+                parameter.grad.mul_(0.5)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+def test_what_scripts_write_into_elements_that_fsdp_gives_ranks(tmp_path):
+    """Ranks that divide experts have other elements of all else, and so write into gradients of other parameters: that was refused."""
+    found = values_of(run_ranks(2, halves_gradients, tmp_path))
+    model = build("mixtral")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(STEPS):
+        losses = [loss_of_model(model, batch(step, sample)) for sample in range(2)]
+        (sum(losses) / 2).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        assert [of_rank[step] for of_rank in found] == pytest.approx([loss.item() for loss in losses], rel=1e-5)

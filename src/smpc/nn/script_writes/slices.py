@@ -23,6 +23,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.fsdp._common_utils import _is_fsdp_flattened
 from torch.distributed.tensor import DTensor
 from torch.optim import optimizer
 from torch.utils._pytree import tree_map
@@ -160,11 +161,13 @@ def note_slices(
     whole: Iterable[str] = (),
     of_one: Iterable[str] = (),
     guesses: bool = False,
+    are_replicas: bool = False,
 ) -> None:
     """Ranks of `group` have slices of these parameters, by name, along these dimensions. Before anything puts the slices into parts.
 
     `prefix`: of the model, in names that messages have. `whole`: names of parameters that all of them have whole; `of_one`: of those that
-    one of them has whole, and the others without rows. `guesses`: these do not know whether that one has a gradient.
+    one of them has whole, and the others without rows. `guesses`: these do not know whether that one has a gradient. `are_replicas`: FSDP1
+    may give each of them other elements of what all have whole, so that nothing is to be compared.
     """
     if group.process_group is None or group.size == 1:
         return
@@ -173,7 +176,8 @@ def note_slices(
     writes = Writes(model, group)
     found: list[_SliceOf | _WholeOf] = []
     for name in whole:
-        found.append(_WholeOf(f"{prefix}.{name}".lstrip("."), Place.of(model, name), writes))
+        place, known_as = Place.of(model, name), f"{prefix}.{name}".lstrip(".")
+        found.append(_WholeOf(known_as, place, writes, are_replicas=are_replicas))
     for name in of_one:
         place, known_as = Place.of(model, name), f"{prefix}.{name}".lstrip(".")
         parameter = place()
@@ -286,6 +290,7 @@ class _WholeOf:
     is_everywhere: bool = True
     again: Ranks = ()
     is_in_parts: bool = False
+    are_replicas: bool = False
 
     def note(self, parameter: nn.Parameter) -> None:
         """Have a parameter of this place know it, unless it is known as a slice, or others compare what is written into it."""
@@ -372,6 +377,8 @@ def _seen(parameter: Tensor, alias: Tensor) -> Tensor:
 def _known(parameter: Tensor, tensor: Tensor) -> OfSlice | OfWhole | None:
     """What a tensor of the parameter's layout is to know."""
     of: _SliceOf | _WholeOf | None = vars(parameter).get(_SLICE_OF)
+    if isinstance(of, _WholeOf) and of.are_replicas and _is_fsdp_flattened(parameter):
+        of = replace(of, writes=None)
     return None if of is None or type(tensor) not in (Tensor, DTensor) else of.like(tensor)
 
 
