@@ -1,6 +1,7 @@
 """What a script does with parameters that are on other ranks: right, or an error or a warning that says so."""
 
 import copy
+import functools
 import math
 import warnings
 
@@ -447,20 +448,29 @@ def of_lists(model):
     summed_up(torch.stack(torch._foreach_norm([p.grad for p in model.parameters()])).square_().sum())
 
 
+def largest_of_all(model):
+    """A maximum counts nothing twice."""
+    most = torch.stack([p.grad.abs().amax() for p in model.local_parameters()]).amax()
+    dist.all_reduce(most, op=dist.ReduceOp.MAX, group=smp.get_pp_process_group())
+    return most.item()
+
+
 def train_tied(rank, folder):
     smp.init({"pipeline_parallel_degree": 2, "microbatches": 1})
     torch.manual_seed(0)
     model = smp.DistributedModel(Stack(tied=True))
     optimizer = smp.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
-    train = lambda ids: step_of_stack(model, ids)  # noqa: E731
+    train = functools.partial(step_of_stack, model)
     trained(model.get_module(), optimizer, train, penalized_once)
+    optimizer.zero_grad()
     train(torch.arange(8))
+    most = largest_of_all(model)
     for line in (clipped_by_all, written_one_by_one, of_lists) if rank else ():
         with pytest.raises(
             UsageError, match=r"all_reduce: .*'embedding.weight', which the ranks \[0, 1\] have together"
         ):
             line(model.get_module())
-    return model.state_dict()
+    return model.state_dict(), most
 
 
 def test_parameters_that_stages_share_count_once_in_sums(tmp_path):
@@ -469,5 +479,9 @@ def test_parameters_that_stages_share_count_once_in_sums(tmp_path):
     model = Stack(tied=True)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     trained(model, optimizer, lambda ids: model(ids).backward(), penalized_once)
-    for found in run_workers(train_tied, 2, tmp_path):
+    optimizer.zero_grad()
+    model(torch.arange(8)).backward()
+    largest = max(p.grad.abs().max().item() for p in model.parameters())
+    for found, most in run_workers(train_tied, 2, tmp_path):
         torch.testing.assert_close(found, dict(model.state_dict()))
+        assert most == pytest.approx(largest, rel=1e-5)

@@ -49,7 +49,8 @@ def check_collective(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapp
             )
     if name not in (*_IN_PLACE, "reduce"):
         return
-    for each in _written(given) if name != "broadcast" else ():
+    counts = name != "broadcast" and given.get("op", dist.ReduceOp.SUM) not in (dist.ReduceOp.MIN, dist.ReduceOp.MAX)
+    for each in _written(given) if counts else ():
         again = known_again(each)
         if again is not None and each.numel() < again.size and len({*again.ranks} & ranks) > 1:
             raise UsageError(
