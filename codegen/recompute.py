@@ -17,7 +17,7 @@ PyTorch: the re-run gets copies with the values of before the first run, which a
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
 
@@ -147,6 +147,17 @@ class Checkpointing:
             yield from _TORCH.generator(function, preserve_rng_state, contexts, *args, **kwargs)
         finally:
             self._depth -= 1
+
+
+def may_checkpoint(modules: Iterable[nn.Module], source: str) -> bool:
+    """Whether stage code that calls these modules whole may ask torch for checkpoints: torch's own modules and functions do not."""
+    inside = (module for each in modules for module in each.modules())
+    return "function(" in source or not all(map(_is_torchs, inside))
+
+
+def _is_torchs(module: nn.Module) -> bool:
+    has_hooks = module._forward_pre_hooks or module._forward_hooks
+    return type(module).__module__.startswith("torch.") and "forward" not in vars(module) and not has_hooks
 
 
 class _Entered(threading.local):

@@ -25,6 +25,7 @@ Example: ranks 0 and 3 hold the embedding; before REDUCE 0 has g0 and 3 has g3, 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from types import NoneType
 from typing import Any
 
@@ -33,7 +34,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from smpc.codegen.program import Instruction, Op, RankProgram, StageCode, split_backwards
-from smpc.codegen.recompute import Checkpointing
+from smpc.codegen.recompute import Checkpointing, may_checkpoint
 from smpc.codegen.stage import StageModule
 from smpc.errors import StepError, TransportError, UsageError
 from smpc.executor.draws import StageDraws
@@ -250,7 +251,7 @@ class Binder:
         num_inputs, num_outputs = len(frame.inputs), len(frame.outputs)
         has_backward = self._program.has_backward
         moves = (stage, microbatch) in self._moving
-        checkpointing = Checkpointing()
+        checkpointing = Checkpointing() if self._may_checkpoint(stage) else nullcontext()
         draws = self._draws
         call = module if draws is None else draws.around(module)
         by_rule = self._modules_by_rule(stage)
@@ -283,6 +284,17 @@ class Binder:
 
         return run
 
+    def _called_whole(self, stage: int) -> dict[str, nn.Module] | None:
+        """By path, the modules that a stage calls whole; None: its code was not generated."""
+        for found in self._modules[stage].modules():  # what has parts is around its stage
+            if isinstance(found, StageModule):
+                return {path: found.get_submodule(path) for path in self._codes[stage].modules}
+        return None
+
+    def _may_checkpoint(self, stage: int) -> bool:
+        called = self._called_whole(stage)
+        return called is None or may_checkpoint(called.values(), self._codes[stage].source)
+
     def _modules_by_rule(self, stage: int) -> dict[str, nn.Module]:
         """The modules that a stage calls whole by a shape rule, if it has several microbatches under way."""
         own = [each for each in self._program.instructions if each.stage == stage]
@@ -290,12 +302,8 @@ class Binder:
         backward = next((place for place, each in enumerate(own) if each.op is Op.BACKWARD), 0)
         if sum(place < backward for place in forwards) < 2:
             return {}
-        held: dict[str, nn.Module] = {}
-        for found in self._modules[stage].modules():  # what has parts is around its stage
-            if isinstance(found, StageModule):
-                held = {path: found.get_submodule(path) for path in self._codes[stage].modules}
-                break
-        return {path: each for path, each in held.items() if shape_rule(each) is not None}
+        called = self._called_whole(stage) or {}
+        return {path: each for path, each in called.items() if shape_rule(each) is not None}
 
     def _leaves(self, code: StageCode) -> tuple[int, ...]:
         """The inputs that want gradients, by position."""

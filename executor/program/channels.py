@@ -143,11 +143,13 @@ class Inbox:
             self._posted.append(receipts)
 
     def _receive(self, delivery: Delivery) -> list[Receipt | None]:
-        receive, peer = self._transport.receive, self._peer
-        if delivery.presence is None or self._on_device:
-            return [receive(peer, form) for form in delivery.forms]
-        assert delivery.presence.forms is not None, "gradients posted before their mask"
-        return [None if form is None else receive(peer, form) for form in delivery.presence.forms]
+        presence = delivery.presence
+        forms = delivery.forms if presence is None or self._on_device else presence.forms
+        assert forms is not None, "gradients posted before their mask"
+        receipts: list[Receipt | None] = []
+        for form in forms:
+            receipts.append(None if form is None else self._transport.receive(self._peer, form))
+        return receipts
 
     def ready(self) -> bool:
         """Whether `take` would return at once (loopback: the sender puts a whole delivery into the queue at a time)."""

@@ -141,6 +141,10 @@ class RingReceipt:
         return self._buffer
 
 
+def _closed() -> TransportError:
+    return TransportError("this pipeline was closed after a failure; start the processes again")
+
+
 class GlooTransport:
     """Sends and receives over a gloo group. Constructing it is collective.
 
@@ -171,7 +175,9 @@ class GlooTransport:
         """Start to send."""
         if form.is_empty:
             return
-        group, wire = self._open(), form.wire(form.conform(tensor))
+        group, wire = self._group, form.wire(form.conform(tensor))
+        if group is None:
+            raise _closed()
         try:
             if self._rings is None or wire.nbytes > LIMIT:
                 self._sent[peer].append(group.send([wire], peer, _TAG))
@@ -187,7 +193,8 @@ class GlooTransport:
         buffer = self._pool.take(form)
         if form.is_empty:
             return GlooReceipt(None, buffer, peer, form.value, self._timeout)
-        self._open()
+        if self._group is None:
+            raise _closed()
         wire = form.wire(buffer)
         if self._rings is None or wire.nbytes > LIMIT:
             return self._posted(peer, wire, buffer, form.value, _TAG)
@@ -197,16 +204,13 @@ class GlooTransport:
         return RingReceipt(self._rings, post, buffer, peer)
 
     def _posted(self, peer: int, wire: Tensor, buffer: Tensor, value: str, tag: int) -> GlooReceipt:
+        if self._group is None:
+            raise _closed()
         try:
-            work = self._open().recv([wire], peer, tag)
+            work = self._group.recv([wire], peer, tag)
         except RuntimeError as error:
             raise TransportError(f"value {value!r} not expected from pipeline rank {peer}: {error}") from None
         return GlooReceipt(work, buffer, peer, value, self._timeout)
-
-    def _open(self) -> dist.ProcessGroup:
-        if self._group is None:
-            raise TransportError("this pipeline was closed after a failure; start the processes again")
-        return self._group
 
     def mark(self, peer: int) -> int:
         """How many tensors have been sent to `peer` in this step."""

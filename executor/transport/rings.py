@@ -28,6 +28,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Final, Protocol
 
 import torch
@@ -189,19 +190,15 @@ class Inbound:
         """Return when the message is in the buffer, or its mail is posted; those before it are then, too."""
         while not post.is_done:
             number = self._number + 1
-            word = self._word(number)
+            expected, index = number & _NUMBER_MASK, self._first + number % _WORDS
+            word = self._words[index]
+            if word >> _NUMBER_SHIFT != expected:  # not sent yet
+                what = f"to send value {self._posts[0].value!r}"
+                is_sent = partial(_has_number, expected)
+                word = self._peers.wait(self._rank, index, is_sent, what)
             self._take(self._posts.popleft(), word)
             self._number = number
             self._words[self._taken] = number
-
-    def _word(self, number: int) -> int:
-        """The word of the message with that number, once it has been sent."""
-        expected, index = number & _NUMBER_MASK, self._first + number % _WORDS
-        word = self._words[index]
-        if word >> _NUMBER_SHIFT == expected:
-            return word
-        what = f"to send value {self._posts[0].value!r}"
-        return self._peers.wait(self._rank, index, lambda found: found >> _NUMBER_SHIFT == expected, what)
 
     def _take(self, post: Post, word: int) -> None:
         num_bytes = word >> _SIZE_SHIFT & _SIZE_MASK
@@ -213,6 +210,10 @@ class Inbound:
             place = (word >> _PLACE_SHIFT & _PLACE_MASK) * _UNIT
             ctypes.memmove(post.buffer.data_ptr(), self._ring + place, num_bytes)
         post.is_done = True
+
+
+def _has_number(number: int, word: int) -> bool:
+    return word >> _NUMBER_SHIFT == number
 
 
 def _gone_bytes(size: int) -> int:

@@ -303,7 +303,7 @@ class Runtime:
         is_told = self._others is not None and programs.num_ranks > 1
         told = told_to_peers(self._name, self._rank, interpreter.close) if is_told else contextlib.nullcontext()
         sliced = plain_parameters(self._model) if GROUP in vars(self._model) else contextlib.nullcontext()
-        with told, sliced, observer.step(() if observer.is_idle else _tensors_to_runtime(inputs)) as watch:
+        with told, sliced, observer.step(functools.partial(_tensors_to_runtime, inputs)) as watch:
             if self._others is not None:
                 self._others.check_program(program)
             if self._compares:

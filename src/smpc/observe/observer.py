@@ -195,13 +195,6 @@ class Observer:
         self._counter: LiveBytes | None = None  # of that step, for the optimizer's, which knows of no buckets by itself
 
     @property
-    def is_idle(self) -> bool:
-        """Whether the coming step is not observed; steps are counted anyway."""
-        window = self._window
-        is_wanted = window is not None and (self._num_steps in window or self._num_steps == window.memory_step)
-        return not self._callbacks and not is_wanted
-
-    @property
     def record(self) -> RankRecord:
         """The records so far."""
         return replace(self._record, num_steps=self._num_steps, steps=tuple(self._steps), peak_bytes=self._peak_bytes)
@@ -225,15 +218,18 @@ class Observer:
         self._window = Window(first, first + num_steps)
 
     @contextlib.contextmanager
-    def step(self, inputs: Iterable[Tensor] = ()) -> Iterator[StepWatch]:
+    def step(self, inputs: Callable[[], Iterable[Tensor]] = tuple) -> Iterator[StepWatch]:
         """Watch a step. Inside another one it is the same step: who is outermost says when it begins and ends.
 
-        `inputs` are tensors that the caller holds, and that count as memory of the step.
+        `inputs` gives tensors that the caller holds, and that count as memory of the step. A step that nobody observes is counted alone.
         """
         if self._watch is not None:
             yield self._watch
             return
-        if self.is_idle:
+        window = self._window
+        keeps = window is not None and self._num_steps in window
+        counts = window is not None and self._num_steps == window.memory_step
+        if not (self._callbacks or keeps or counts):
             self._watch = StepWatch()
             self._counts, self._last_end = False, None
             try:
@@ -242,9 +238,7 @@ class Observer:
                 self._watch = None
                 self._num_steps += 1
             return
-        window = self._window
-        self._counts = counts = window is not None and self._num_steps == window.memory_step
-        keeps = window is not None and self._num_steps in window and not counts
+        self._counts, keeps = counts, keeps and not counts
         watch = self._watch = StepWatch(self._recorder if keeps or self._callbacks else None, is_wanted=True)
         start = time.monotonic_ns()
         try:
@@ -294,16 +288,18 @@ class Observer:
         """Around the optimizer's step, whose memory counts for the step before it."""
         if not self._counts or self._watch is not None or self._device.type != "cpu":
             return contextlib.nullcontext()
-        return self._memory(True, (), self._counter)
+        return self._memory(True, tuple, self._counter)
 
     @contextlib.contextmanager
-    def _memory(self, counts: bool, inputs: Iterable[Tensor], counter: LiveBytes | None = None) -> Iterator[None]:
+    def _memory(
+        self, counts: bool, inputs: Callable[[], Iterable[Tensor]], counter: LiveBytes | None = None
+    ) -> Iterator[None]:
         if counts and self._device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self._device)
         if not counts or self._device.type != "cpu":
             yield
             return
-        held = [*(tensor for holder in self.holders for tensor in holder()), *inputs]
+        held = [*(tensor for holder in self.holders for tensor in holder()), *inputs()]
         if counter is None:
             self._counter = counter = LiveBytes(held)
         else:

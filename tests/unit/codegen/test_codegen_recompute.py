@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from torch.utils import checkpoint
 
-from smpc.codegen.recompute import Checkpointing, buffer_owners, run_checkpointed
+from smpc.codegen.recompute import Checkpointing, buffer_owners, may_checkpoint, run_checkpointed
 
 
 class Noisy(nn.Module):
@@ -194,3 +194,20 @@ def test_threads_enter_and_leave_in_any_order():
     thread.join()
     assert original == (checkpoint.CheckpointFunction, checkpoint._checkpoint_without_reentrant_generator)
     torch.testing.assert_close(x.grad, torch.cos(x.detach()))
+
+
+class ChecksOut(nn.Linear):
+    """A module of somebody's own."""
+
+
+def test_code_of_torch_alone_asks_for_no_checkpoint():
+    plain = nn.Sequential(nn.Linear(2, 2), nn.GELU())
+    assert not may_checkpoint([plain], "return self[0](x)")
+    assert may_checkpoint([plain], "return function('package.Square.apply')(x)")
+    assert may_checkpoint([nn.Sequential(plain, ChecksOut(2, 2))], "")
+    hooked = nn.Sequential(nn.Linear(2, 2))
+    hooked[0].register_forward_hook(lambda module, args, output: output)
+    assert may_checkpoint([hooked], "")
+    patched = nn.Linear(2, 2)
+    patched.forward = lambda x: x
+    assert may_checkpoint([patched], "")

@@ -164,8 +164,8 @@ def test_the_window_and_what_comes_after():
     observer.on_window_end = lambda: ended.append(observer.record)
     idle = []
     for _ in range(6):
-        idle.append(observer.is_idle)
         with observer.step() as watch:
+            idle.append(not watch.is_wanted)
             watch.training = True
     assert idle == [True, False, False, False, True, True]  # step 1 for memory
     (record,) = ended
@@ -209,12 +209,14 @@ def test_memory_is_what_lives():
     observer = Observer(torch.device("cpu"), window=Window(2, 3), held=lambda: [held, held[:10]])
     with observer.step():
         torch.ones(5000)
-    with observer.step([torch.zeros(50)]):
+    inputs = [torch.zeros(50)]
+    with observer.step(inputs.copy):
         first = torch.ones(200)
         del first
         second = torch.ones(100)
         third = second.view(10, 10) + 1
         assert third.shape == (10, 10)
+    inputs.clear()
     assert observer.record.peak_bytes == 4 * (1000 + 50 + 200)
     with observer.optimizer_step():
         more = torch.ones(300)

@@ -2,7 +2,7 @@
 
     between_steps(parameter, CountedParameter)      in place, from now on
     with plain_parameters(model): ...               what runs, records or updates the model: ordinary parameters
-    after_steps(model, note)                        `note()` at the end of each, as parameters may have been exchanged for others
+    after_steps(model, note, places)                `note()` at the end of each in which parameters there were exchanged for others
 
 Recordings, torch.compile and optimizers see ordinary parameters, and steps take no longer. A class goes before its bases. Nothing
 here has weak references to parameters, with which torch could not swap them.
@@ -13,7 +13,7 @@ from __future__ import annotations
 import functools
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any
@@ -26,7 +26,9 @@ _KIND = "_smpc_between_steps"  # of a parameter: its class then, and its id
 _is_plain: ContextVar[bool] = ContextVar("smpc_parameters_are_plain", default=False)
 # Parameters, with their classes in steps and between them, until others are noticed.
 _known: weakref.WeakKeyDictionary[nn.Module, list[tuple[nn.Parameter, Any, Any]]] = weakref.WeakKeyDictionary()
-_noting: weakref.WeakKeyDictionary[nn.Module, list[Callable[[], None]]] = weakref.WeakKeyDictionary()
+_noting: weakref.WeakKeyDictionary[nn.Module, list[_Noting]] = weakref.WeakKeyDictionary()
+
+PlaceOfParameter = tuple[weakref.ref[nn.Module], str]  # a module, and its own name for the parameter
 
 
 class NoticedParameter(nn.Parameter):
@@ -75,15 +77,42 @@ def between_steps(parameter: nn.Parameter, kind: type[NoticedParameter]) -> None
         parameter.__class__ = kind
 
 
-def after_steps(model: nn.Module, note: Callable[[], None]) -> None:
-    """See above."""
-    _noting.setdefault(model, []).append(note)
+def after_steps(model: nn.Module, note: Callable[[], None], places: Sequence[PlaceOfParameter]) -> None:
+    """See above; now, too."""
+    noting = _Noting(note, places)
+    noting.look()
+    _noting.setdefault(model, []).append(noting)
+
+
+class _Noting:
+    """What is noted in places after steps, and the parameters that were there at the last look, if all of them are noticed."""
+
+    def __init__(self, note: Callable[[], None], places: Sequence[PlaceOfParameter]) -> None:
+        self._note, self._places = note, places
+        self._noticed: list[tuple[weakref.ref[nn.Module], str, nn.Parameter]] = []
+
+    def look(self) -> None:
+        """Note what is there now, unless the same parameters are there."""
+        for place, name, parameter in self._noticed:
+            module = place()
+            if module is None or module._parameters.get(name) is not parameter:
+                break
+        else:
+            if self._noticed:
+                return
+        with torch._C.DisableTorchFunction():  # modes that look at what a forward uses have nothing to see here
+            self._note()
+        found = ((place, name, place()) for place, name in self._places)
+        now = [(place, name, module._parameters.get(name)) for place, name, module in found if module is not None]
+        noticed = [(place, name, each) for place, name, each in now if each is not None and _kind_of(each) is not None]
+        self._noticed = noticed if len(noticed) == len(self._places) else []
 
 
 def notice_again(model: nn.Module) -> None:
     """Parameters have been exchanged for others between steps."""
     for module in model.modules():
-        _note(module)
+        for noting in _noting.get(module, ()):
+            noting.look()
 
 
 @contextmanager
@@ -99,17 +128,12 @@ def plain_parameters(model: nn.Module) -> Iterator[None]:
     try:
         yield
     finally:
-        _note(model)
+        for noting in _noting.get(model, ()):
+            noting.look()
         _is_plain.reset(token)
         for parameter, ordinary, kind in _noticed_in(model):
             if type(parameter) is ordinary:
                 parameter.__class__ = kind
-
-
-def _note(model: nn.Module) -> None:
-    with torch._C.DisableTorchFunction():  # modes that look at what a forward uses have nothing to see here
-        for note in _noting.get(model, ()):
-            note()
 
 
 def _noticed_in(model: nn.Module) -> list[tuple[nn.Parameter, Any, Any]]:

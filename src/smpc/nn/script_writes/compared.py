@@ -123,6 +123,7 @@ class Writes:
         self._holders = {} if holders is None else holders  # which may grow
         self._writes: list[Write] = []
         self._of_one: list[Write] = []
+        self.is_empty = True
         if model is not None:
             _of_modules.setdefault(model, []).append(self)
             _in_models.clear()
@@ -138,6 +139,7 @@ class Writes:
 
     def note(self, name: str, function: str, used: Used) -> None:
         """This rank's script writes into the parameter of a name."""
+        self.is_empty = False
         if len(self._writes) < _MOST:
             self._writes.append(Write(f"{function} of {name!r}", line_of_script(), used))
         else:
@@ -147,13 +149,14 @@ class Writes:
     def note_of_one(self, name: str, function: str, numbers: tuple[float, ...], *, is_here: bool) -> None:
         """The same, into what one rank of the group has; the others say which numbers they would have written."""
         if numbers and len(self._of_one) < _MOST:
+            self.is_empty = False
             holders = self._holders.get(name, ())
             what = f"{function} of {name!r}"
             self._of_one.append(Write(what, line_of_script(), Used(numbers=numbers), True, is_here, holders))
 
     def take(self) -> list[Write]:
         """What it has; nothing afterwards."""
-        found, self._writes, self._of_one = [*self._writes, *self._of_one], [], []
+        found, self._writes, self._of_one, self.is_empty = [*self._writes, *self._of_one], [], [], True
         return found
 
 

@@ -95,6 +95,9 @@ class SliceInt(_Shown, int):
         return int, (int.__index__(self),)
 
 
+KINDS = frozenset({SliceNumber, SliceInt})
+
+
 def known_number(value: Any) -> Any:
     """Of which slice a number is; None: of none."""
     return value.of if isinstance(value, SliceNumber | SliceInt) else None
@@ -126,7 +129,8 @@ def warn_of_shown(what: str) -> None:
 
 
 def check_numbers(what: str, named: Mapping[str, Any]) -> None:
-    """UsageError for a number (a learning rate) that was computed of a slice alone, of which `what` says who reads it."""
+    """UsageError for a number (a learning rate) that was computed of a slice alone, of which `what` says who reads it. None is found where
+    no value is of these KINDS."""
     for name, value in named.items():
         if known_number(value) is not None:
             raise decided(f"{what}: {name}", known_number(value))
@@ -142,7 +146,7 @@ def tells_of_size(other: Any) -> bool:
 
 def ordinary(tree: Any) -> Any:
     """`tree`, or one like it with ordinary numbers in place of these, in whatever torch's pytree takes apart."""
-    kinds = (SliceNumber, SliceInt)
+    kinds = tuple(KINDS)
     return (
         tree_map_only(kinds, _ordinary_number, tree) if tree_any(lambda leaf: isinstance(leaf, kinds), tree) else tree
     )

@@ -30,7 +30,7 @@ from torch.utils._pytree import tree_map
 
 from smpc.executor.collectives import TensorGroup
 from smpc.nn.script_writes.callers import is_script
-from smpc.nn.script_writes.classes import after_steps, between_steps
+from smpc.nn.script_writes.classes import PlaceOfParameter, after_steps, between_steps
 from smpc.nn.script_writes.collectives import is_collective
 from smpc.nn.script_writes.compared import Writes
 from smpc.nn.script_writes.data_aliases import CountedParameter, assign_data, read_data
@@ -225,8 +225,7 @@ def _note(model: nn.Module, known: Sequence[_SliceOf | _WholeOf]) -> None:
             of.is_in_parts = isinstance(parameter, DTensor)
             of.note(parameter)
 
-    note()
-    after_steps(model, note)
+    after_steps(model, note, [of.place.at for of in known])
 
 
 def _ranks_of(group: dist.ProcessGroup) -> Ranks:
@@ -315,6 +314,11 @@ class Place:
         """The place that has a name in a model."""
         path, _, own = name.rpartition(".")
         return cls(model.get_submodule(path), own)
+
+    @property
+    def at(self) -> PlaceOfParameter:
+        """The module, and its own name for the parameter."""
+        return self._module, self._own
 
     def __call__(self) -> nn.Parameter | None:
         """What is there now."""

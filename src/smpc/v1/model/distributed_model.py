@@ -370,11 +370,13 @@ class DistributedModel(ShownModel, TensorParallelModel, ObservedModel, NotWrappe
         """Parameters that have replaced others, as `fully_shard` makes them."""
         return self._replication.exchanged
 
-    @contextlib.contextmanager
-    def optimizer_step(self) -> Iterator[None]:
-        """Around the optimizer's step; DistributedOptimizer calls it."""
-        with self._context.ordinary(), self._context.observer.optimizer_step():
-            yield
+    def ordinary_parameters(self) -> contextlib.AbstractContextManager[None]:
+        """Around what writes into parameters and their gradients, and is not the script's."""
+        return self._context.ordinary()
+
+    def optimizer_step(self) -> contextlib.AbstractContextManager[None]:
+        """Around the optimizer's step: its memory counts for the step before it."""
+        return self._context.observer.optimizer_step()
 
     def compile(self, *args: Any, **kwargs: Any) -> None:
         """Compile the stages, or the module without a pipeline, with torch.compile's arguments. Before the first step."""

@@ -43,8 +43,7 @@ from torch.utils.hooks import RemovableHandle
 from smpc.absent.tensors import AbsentParameter, reading_gradients
 from smpc.checkpoint.stateful import LocalStateDict, Purpose, asked_by_torch
 from smpc.errors import ConfigError, ConfigTypeError, UsageError
-from smpc.nn.script_writes.classes import are_noticed, plain_parameters
-from smpc.nn.script_writes.slice_numbers import check_numbers
+from smpc.nn.script_writes.slice_numbers import KINDS, check_numbers
 from smpc.optimizers.gradients import check_finite, clip_by, norm_of
 from smpc.optimizers.torch_patches import is_check_of_optimizers, looks_at_others
 from smpc.sharding.tensors import as_state_of, refuse_parts
@@ -376,7 +375,8 @@ class DistributedOptimizer(ShardedNames):
         if self._session is not state.job.session:
             raise ended("smp.DistributedOptimizer")
         for group in self.optimizer.param_groups:
-            check_numbers("optimizer.step", group)
+            if not KINDS.isdisjoint(map(type, group.values())):
+                check_numbers("optimizer.step", group)
         if self._agreement is not None:
             self.tell_others(updates=True)
             agreement, self._agreement = self._agreement, None
@@ -387,9 +387,10 @@ class DistributedOptimizer(ShardedNames):
             self._check_by_trial()
         model = self._script.model
         watched = model.optimizer_step() if model is not None else contextlib.nullcontext()
+        ordinary = model.ordinary_parameters() if model is not None else contextlib.nullcontext()
         if self._max_norm > 0:
             self._norm = self.clip_master_grads(self._max_norm)
-        with watched, self._reading(closure):
+        with ordinary, watched, self._reading(closure):
             if self._updates.is_plain:
                 try:
                     return self.optimizer.step() if closure is None else self.optimizer.step(closure)
@@ -430,11 +431,9 @@ class DistributedOptimizer(ShardedNames):
         is_plain = self._updates.is_plain
         if not is_plain:
             self._updates.drop_gradients()
-        module = None if self._script.model is None else self._script.model.get_module()
-        with (
-            plain_parameters(module) if module is not None and are_noticed(module) else contextlib.nullcontext(),
-            self._reading(),
-        ):
+        model = self._script.model
+        ordinary = model.ordinary_parameters() if model is not None else contextlib.nullcontext()
+        with ordinary, self._reading():
             self.optimizer.zero_grad(set_to_none)
         for parameter in () if is_plain else self._updates.parameters():
             if set_to_none or parameter.grad is None:

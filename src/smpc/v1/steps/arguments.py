@@ -119,7 +119,7 @@ class StepBody:
         if wrong:
             more = "drop the last batch, change microbatches, or name the argument in non_split_inputs"
             raise StepError("\n".join([f"step function {self.name} cannot split its batch; {more}", *wrong]))
-        microbatches: list[Arguments] = [{} for _ in range(num_microbatches)]
+        microbatches: list[Arguments] = list(map(dict, [()] * num_microbatches))
         for name, value in arguments.items():
             parts = [value] * num_microbatches
             if name not in self._whole:

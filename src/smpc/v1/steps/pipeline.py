@@ -455,10 +455,11 @@ class Pipeline:
         control = self._control
         memory = self._memories.setdefault(body.number, Memory())
         writes = self._context.placement.writes
+        num_written = 0 if writes is None or writes.is_empty else writes.num_for_all
         numbers = [_FAILED, body.number, 0, 0]
         if request is not None:
             same = memory.arguments == request.form
-            numbers = [request.program, body.number, int(same), 0 if writes is None else writes.num_for_all]
+            numbers = [request.program, body.number, int(same), num_written]
         program, number, same_form, written = control.broadcast_numbers(numbers, 0)
         if number != body.number:
             raise UsageError(
@@ -524,12 +525,12 @@ class Pipeline:
             int(tail is not None and tail.did_backward),
             0 if tail is None else self._context.verdict(tail.losses),
             0 if tail is None else loss_to_bits(tail.losses.mean),
-            0 if writes is None else writes.num_for_all,
+            0 if writes is None or writes.is_empty else writes.num_for_all,
         ]
         status, did_backward, verdict, bits, written = control.broadcast_numbers(numbers, last)
         if writes is not None and written:
             writes.compare()
-        elif writes is not None:
+        elif writes is not None and not writes.is_empty:
             writes.take()
         if status == _FAILED:
             description = control.broadcast_object(describe(failure), last)

@@ -288,9 +288,10 @@ def _join_microbatches(structure: Structure, columns: Sequence[Sequence[Any]]) -
     """The step's return value out of its leaves in every microbatch."""
     if structure.kind == LEAF and columns[0][0] is None and all(value is None for value in columns[0]):
         return None
-    return structure.unflatten(
-        [StepOutput(column) if isinstance(column[0], Tensor) else list(column) for column in columns]
-    )
+    leaves: list[StepOutput | list[Any]] = []
+    for column in columns:
+        leaves.append(StepOutput(column) if isinstance(column[0], Tensor) else list(column))
+    return structure.unflatten(leaves)
 
 
 def _describe(leaf: Any, path: str, wrong: list[str]) -> TensorSpec | bytes:

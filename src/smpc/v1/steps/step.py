@@ -171,7 +171,7 @@ class StepRunner:
         if not context.is_cut:
             context.batch_bytes = _bytes_on(context.session.device, _tensors(args, kwargs))
         observer = context.observer
-        watching = observer.step(() if observer.is_idle else _tensors(args, kwargs))
+        watching = observer.step(partial(_tensors, args, kwargs))
         with context.ordinary(), watching as watch:
             result, verdict = self._steps.step(body, own, watch)
             if verdict:
