@@ -15,7 +15,7 @@ the whole model at the same time for `whole`, so that two cores are busy in ever
 Bars, on idle cores: p2p / whole <= 0.60, all_gather / whole <= 0.62, ring alone: zigzag / contiguous <= 0.75 (0.67 is ideal).
 `busy` is the same ratio of the processor time of the busier rank, which says beside other work too how much each way computes, copies and
 sends, but not how long a rank waits. `ring` and `ring contiguous` are attention alone, without a model. Work of ranks, in pairs of
-pieces: `smpc.codegen.ring.pairs_of_work`.
+pieces: `smpc.codegen.ring_order.pairs_of_work`.
 
 On GPUs, one process a GPU, over NCCL (not measured here: it needs several):
 
@@ -39,7 +39,7 @@ import torch.multiprocessing as mp
 import transformers
 from torch import Tensor
 
-from smpc.codegen.ring import pairs_of_work
+from smpc.codegen.ring_order import pairs_of_work
 from smpc.context_parallel import shard
 from smpc.executor.collectives import TensorGroup, own_pieces
 from smpc.executor.sequence.ring import ring_attention

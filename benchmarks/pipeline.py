@@ -57,7 +57,7 @@ from smpc.compile import Compilation, compile_plan
 from smpc.executor.transport import GlooTransport
 from smpc.observe.observer import RankRecord
 from smpc.partitioner.graph.plan import ScheduleSummary
-from smpc.partitioner.solve import plan_from_assignment
+from smpc.partitioner.planner import plan_from_assignment
 from smpc.report.measured import explain, pipeline_steps
 from smpc.report.predict import plan_links
 from smpc.runtime import Runtime

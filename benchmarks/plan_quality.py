@@ -29,10 +29,10 @@ import torch.nn.functional as F
 from torch import nn
 
 from smpc.codegen.schedules.named import choose
-from smpc.partitioner.costs.cost import CostModel
 from smpc.partitioner.costs.device import H100
+from smpc.partitioner.costs.node_costs import CostModel
+from smpc.partitioner.planner import solve_partition
 from smpc.partitioner.problem import Scale, Units, stage_costs
-from smpc.partitioner.solve import solve_partition
 from smpc.partitioner.solvers.chain import ChainProblem, solve_chain
 from smpc.partitioner.solvers.coarsen import Analysis, analyse
 from smpc.tracer import Trace, record

@@ -48,10 +48,10 @@ import smpc.v1 as smp
 from smpc.calibration import CalibrationRanks, calibrate
 from smpc.calibration.measure_device import to_toml
 from smpc.calibration.operations import steady
-from smpc.compile.exchange import StepSurroundings
 from smpc.compile.options import PipelineOptions
 from smpc.compile.passes import compile_batch
-from smpc.compile.step import step_parts
+from smpc.compile.replica_traffic import StepSurroundings
+from smpc.compile.step_breakdown import step_parts
 from smpc.config import Config
 from smpc.executor.host_memory.shared_peers import Peers
 from smpc.launch.job import Job, launch

@@ -40,7 +40,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from torch.utils.data.distributed import DistributedSampler
 
 from smpc.composer import ComposerModel, Trainer
-from smpc.sharding.tensors import whole
+from smpc.sharding.dtensors import whole
 
 LAYERS, ROWS, RATE = 6, 64, 1e-3
 Block_ = Callable[

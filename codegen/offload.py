@@ -41,7 +41,7 @@ from dataclasses import dataclass
 
 from smpc.codegen.program import Action, Instruction, Op, Schedule, split_backwards
 from smpc.partitioner.graph.plan import HostLink, Plan
-from smpc.partitioner.memory.deferred import ActionUse, Beside, HeldMessages
+from smpc.partitioner.memory.memory_by_action import ActionUse, Beside, HeldMessages
 from smpc.partitioner.memory.peak import Resident
 
 _TASKS = (Op.FORWARD, Op.BACKWARD, Op.WEIGHT)

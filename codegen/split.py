@@ -45,7 +45,7 @@ from smpc.codegen.printer import (
 from smpc.codegen.program import Channel, StageCode
 from smpc.errors import CodegenError
 from smpc.partitioner.graph.plan import INPUTS, Plan
-from smpc.partitioner.graph.recompute import changing_buffers
+from smpc.partitioner.graph.recompute_regions import changing_buffers
 from smpc.tracer.constants import Ref, is_writable, references
 from smpc.tracer.ir import ModuleCall, Node, NodeKind, Region, Trace
 from smpc.tracer.structure import is_index, split_item

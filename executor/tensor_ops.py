@@ -8,8 +8,8 @@
 
 Slices can be several pieces of a dimension, joined: for `blocks` and `mirrored` see `smpc.executor.collectives`.
 
-`smpc.executor.draws` has the functions that draw random numbers. See `smpc.executor.collectives` for the terms. Results of calls that cut
-or join are contiguous, so that code can view them.
+`smpc.executor.shared_draws` has the functions that draw random numbers. See `smpc.executor.collectives` for the terms. Results of calls
+that cut or join are contiguous, so that code can view them.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from torch.func import functional_call
 
 from smpc.executor import collectives
 from smpc.executor.collectives import TensorGroup, all_reduce, replicate_in
-from smpc.executor.draws import attention_with_noise, draw_apart, dropout_noise
 from smpc.executor.sequence.ring import ring_attention
 from smpc.executor.sequence.sliced import all_to_all, causal_rows, exchanged_attention, mean_part, rows_cross_entropy
+from smpc.executor.shared_draws import attention_with_noise, draw_apart, dropout_noise
 from smpc.kernels.vocab_parallel_cross_entropy import vocab_parallel_cross_entropy
 
 __all__ = [

@@ -24,7 +24,13 @@ import torch
 from torch import Tensor
 
 from smpc.errors import UsageError
-from smpc.kernels.shared.elements import accumulation_dtype, as_rows, kernels_compute, require_floating, require_like
+from smpc.kernels.shared.tensor_checks import (
+    accumulation_dtype,
+    as_rows,
+    kernels_compute,
+    require_floating,
+    require_like,
+)
 
 WORDS = 4
 _LEVELS = 2**24

@@ -26,7 +26,7 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 
-from smpc.kernels.launch.runtime import LAUNCH_OPTIONS, interpreting
+from smpc.kernels.launch.backend import LAUNCH_OPTIONS, interpreting
 from smpc.kernels.launch.variants import (
     KERNEL_FILES,
     MAX_SPILL_BYTES,

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from smpc.kernels.shared.elements import accumulation_dtype, as_rows
+from smpc.kernels.shared.tensor_checks import accumulation_dtype, as_rows
 from smpc.kernels.shared.token_loss import LossRule, check_loss, logits_gradient, losses, reduce
 
 

@@ -16,7 +16,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from smpc.kernels.shared.elements import accumulation_dtype
 from smpc.kernels.shared.norms import (
     NormRule,
     NormSaved,
@@ -26,6 +25,7 @@ from smpc.kernels.shared.norms import (
     flatten_normalized,
     forward,
 )
+from smpc.kernels.shared.tensor_checks import accumulation_dtype
 
 
 def layer_norm(

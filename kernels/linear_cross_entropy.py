@@ -25,7 +25,7 @@ from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
 from smpc.errors import UsageError
-from smpc.kernels.shared.elements import (
+from smpc.kernels.shared.tensor_checks import (
     accumulation_dtype,
     as_rows,
     kernels_compute,

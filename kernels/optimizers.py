@@ -35,8 +35,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from smpc.kernels.launch.runtime import Backend, backend
-from smpc.kernels.shared.elements import KERNEL_DTYPES, accumulation_dtype
+from smpc.kernels.launch.backend import Backend, backend
+from smpc.kernels.shared.tensor_checks import KERNEL_DTYPES, accumulation_dtype
 from smpc.kernels.shared.tensor_table import TableCache
 
 Reduce = Callable[[Tensor], Tensor]

@@ -17,7 +17,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from smpc.kernels.shared.elements import accumulation_dtype, require_floating
 from smpc.kernels.shared.norms import (
     NormRule,
     NormSaved,
@@ -27,6 +26,7 @@ from smpc.kernels.shared.norms import (
     flatten_normalized,
     forward,
 )
+from smpc.kernels.shared.tensor_checks import accumulation_dtype, require_floating
 
 
 def rms_norm(

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from smpc.errors import UsageError
-from smpc.kernels.shared.elements import accumulation_dtype, kernels_compute, require_floating
+from smpc.kernels.shared.tensor_checks import accumulation_dtype, kernels_compute, require_floating
 
 
 def rotary(

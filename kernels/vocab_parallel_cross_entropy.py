@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.distributed import distributed_c10d
 
 from smpc.errors import UsageError
-from smpc.kernels.shared.elements import accumulation_dtype, as_rows
+from smpc.kernels.shared.tensor_checks import accumulation_dtype, as_rows
 from smpc.kernels.shared.token_loss import (
     LossRule,
     RowStatistics,

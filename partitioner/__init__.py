@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from smpc.partitioner.instances.instance import Instance, Link, Node, Processor
     from smpc.partitioner.instances.placement_file import read_instance
-    from smpc.partitioner.instances.solve import InstanceSolution, solve_instance
+    from smpc.partitioner.instances.solve_instance import InstanceSolution, solve_instance
 
 __all__ = ["Instance", "InstanceSolution", "Link", "Node", "Processor", "read_instance", "solve_instance"]
-_MODULES = {"InstanceSolution": "solve", "solve_instance": "solve", "read_instance": "placement_file"}
+_MODULES = {"InstanceSolution": "solve_instance", "solve_instance": "solve_instance", "read_instance": "placement_file"}
 
 
 def __getattr__(name: str) -> Any:

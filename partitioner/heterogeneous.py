@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from smpc.partitioner.costs.cost import CostModel, NodeTimes, node_times
+from smpc.partitioner.costs.node_costs import CostModel, NodeTimes, node_times
 from smpc.partitioner.graph.plan import Plan, Stage
 from smpc.tracer.ir import Trace
 

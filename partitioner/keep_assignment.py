@@ -24,7 +24,10 @@ from smpc.partitioner.graph.trace_graph import NO_STAGE, Graph, build_graph, fin
 from smpc.tracer.ir import Node, NodeKind, Trace
 from smpc.tracer.state.state_use import StateUse
 
-_OTHERWISE = "in the present partition; partition the model for these inputs instead"
+_OTHERWISE = (
+    "in the present partition, which the inputs of the first program have decided; begin with inputs like these, or partition the model "
+    "for these instead"
+)
 
 
 def follow(trace: Trace, planned: Trace, plan: Plan) -> dict[str, int]:

@@ -40,7 +40,7 @@ from smpc.tracer.environment.state_changes import (
 from smpc.tracer.environment.value_snapshots import AnyTensor, Frozen, freeze
 from smpc.tracer.input_guards import Answers
 from smpc.tracer.ir import Autocast, Trace
-from smpc.tracer.operations.values import DataSized, SizeAskedError
+from smpc.tracer.operations.value_queries import DataSized, SizeAskedError
 from smpc.tracer.patches import Functions, Transforms, call_script, looking, without_compiling
 from smpc.tracer.recording.recorder import Recorder, current_recorder
 from smpc.tracer.recording.untraceable import REGISTER_HOOK, UntraceableError, call_model, innermost_line

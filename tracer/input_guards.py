@@ -215,7 +215,7 @@ class Answers:
 
     given    of each guard: what was expected, and dtypes
     leaves   the modules that were called whole
-    sizes    keys of the sizes that were asked for (see `smpc.tracer.operations.values`)
+    sizes    keys of the sizes that were asked for (see `smpc.tracer.operations.value_queries`)
     """
 
     given: tuple[tuple[Any, tuple[str, ...]], ...]

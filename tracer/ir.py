@@ -346,7 +346,7 @@ class Guard:
     expected: Any
     dtypes: tuple[str, ...] = ()
     source: str = ""
-    size: str = ""  # the key of a size that was asked for (see `smpc.tracer.operations.values`)
+    size: str = ""  # the key of a size that was asked for (see `smpc.tracer.operations.value_queries`)
 
     def __str__(self) -> str:
         arguments = ", ".join(to_source(arg, str) for arg in self.args)

@@ -89,7 +89,7 @@ from smpc.tracer.effects import torch_calls
 from smpc.tracer.effects.differentiation import OWN_MODULE
 from smpc.tracer.effects.torch_calls import tensors_in, version_of
 from smpc.tracer.operations.meter import moved_bytes
-from smpc.tracer.operations.values import SizeAskedError
+from smpc.tracer.operations.value_queries import SizeAskedError
 
 if TYPE_CHECKING:
     from smpc.tracer.recording.recorder import Recorder

@@ -35,7 +35,7 @@ from smpc.tracer.environment.weakly_held import check_proxies
 from smpc.tracer.input_guards import Answers
 from smpc.tracer.ir import Autocast, Trace
 from smpc.tracer.operations.opaque import shape_rule
-from smpc.tracer.operations.values import DataSized, SizeAskedError
+from smpc.tracer.operations.value_queries import DataSized, SizeAskedError
 from smpc.tracer.recording.untraceable import UntraceableError, check_hooks, hook_of
 
 _LEAF_MARK = "_smpc_leaf"

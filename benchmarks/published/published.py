@@ -3,8 +3,8 @@
     python benchmarks/published/published.py [--rows PATTERN] [--plot FILE.png] [--check]
 
 Every run is planned as `smpc compile` plans it (its trace, layouts, cut and schedule, memory weight 0), and its step is what
-`smpc.compile.step` says. The figures, their sources and how each is counted are in rows.toml; the constants of the devices are from
-datasheets and public measurements of kernels (`smpc.partitioner.costs.device`); which effects the model has was decided after a
+`smpc.compile.step_breakdown` says. The figures, their sources and how each is counted are in rows.toml; the constants of the devices are
+from datasheets and public measurements of kernels (`smpc.partitioner.costs.device`); which effects the model has was decided after a
 first comparison with these rows (docs/design/decisions.md, 49). Printed are both
 times, their ratio, and where the predicted time goes; at the end the median of the ratios and the rank correlation (Spearman). With
 --check the exit status is 1 if a ratio is not within 0.8 to 1.25, the median not within 5% of 1, or the correlation below 0.97.
@@ -29,9 +29,9 @@ sys.path.insert(0, str(Path(__file__).parent))
 from published_models import LanguageModel, Sizes
 
 from smpc.compile import PipelineOptions, plan_trace
-from smpc.compile.exchange import StepSurroundings
 from smpc.compile.passes import Sharing, rewrite_trace
-from smpc.compile.step import StepParts, step_parts
+from smpc.compile.replica_traffic import StepSurroundings
+from smpc.compile.step_breakdown import StepParts, step_parts
 from smpc.tracer import record
 
 ROWS = Path(__file__).with_name("rows.toml")

@@ -20,7 +20,7 @@ from typing import Any
 
 from torch.nn import functional
 
-from smpc.codegen.rewrite.kernels.graph import KernelCall, NodeUsers, Replacement
+from smpc.codegen.rewrite.kernels.pattern_graph import KernelCall, NodeUsers, Replacement
 from smpc.codegen.rewrite.kernels.rewrite import Measurer, splice
 from smpc.tracer.constants import Ref, TraceDevice
 from smpc.tracer.ir import Node, TensorSpec, Trace

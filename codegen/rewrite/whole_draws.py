@@ -15,7 +15,7 @@ from types import MappingProxyType
 
 import torch
 
-from smpc.codegen.rewrite.kernels.graph import KernelCall, Replacement
+from smpc.codegen.rewrite.kernels.pattern_graph import KernelCall, Replacement
 from smpc.codegen.rewrite.kernels.rewrite import Measurer, splice
 from smpc.codegen.rewrite.tensor_parallel.strategy import Facts, Rule, Strategy, argument, operands, short_name
 from smpc.tracer.constants import Ref, TraceDevice

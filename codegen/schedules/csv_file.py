@@ -25,8 +25,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from smpc.codegen.program import Action, Op, Schedule, split_backwards
-from smpc.config.files import read_text
 from smpc.config.numbers import MAX_MICROBATCHES, MAX_STEPS, shown, size_violation
+from smpc.config.user_files import read_text
 from smpc.errors import ConfigError, printable
 
 MAX_CSV_BYTES = 16 << 20

@@ -64,7 +64,7 @@ from types import MappingProxyType
 
 from smpc.codegen.program import Action, Schedule, backward, forward, peaks, rank_peaks, split_backwards
 from smpc.codegen.schedules.csv_file import read_csv
-from smpc.codegen.schedules.search import search
+from smpc.codegen.schedules.list_scheduler import search
 from smpc.codegen.schedules.zero_bubble import v_placement, zb_h1, zb_h2, zb_v
 from smpc.codegen.simulate import Costs, Transfer, chain, merge, simulate, timeline_text
 from smpc.config.numbers import shown, size_violation

@@ -31,7 +31,7 @@ from __future__ import annotations
 import itertools
 
 from smpc.codegen.program import Action, Schedule, backward, forward, weight
-from smpc.codegen.schedules.search import with_late_weights
+from smpc.codegen.schedules.list_scheduler import with_late_weights
 from smpc.codegen.simulate import Costs, chain
 
 

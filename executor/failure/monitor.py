@@ -1,7 +1,7 @@
 """When one rank fails or stalls, all ranks stop, and show which one it was and why.
 
 Terms
-    report      what is known of the first failure, in the store that all ranks share: see `smpc.executor.failure.processes`
+    report      what is known of the first failure, in the store that all ranks share: see `smpc.executor.failure.process_reports`
     watcher     a daemon thread in every process that looks into the store twice a second, until the process ends: the interpreter
                 must not end while it is inside the store's native code, which would abort
     watch       a span of the main thread that may take so long: a step, a first step (which compiles), a checkpoint
@@ -53,7 +53,7 @@ from collections.abc import Callable, Iterator, Sequence
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from smpc.errors import PeerError, TransportError
-from smpc.executor.failure.processes import FOREIGN, REPORT, ProcessReport, find, publish, signature
+from smpc.executor.failure.process_reports import FOREIGN, REPORT, ProcessReport, find, publish, signature
 from smpc.executor.failure.stall import (
     WAITS,
     Activity,

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, Store, _get_default_store
 
 from smpc.errors import PeerError, TransportError
-from smpc.executor.failure.processes import ProcessReport, find, publish
+from smpc.executor.failure.process_reports import ProcessReport, find, publish
 
 _GRACE = 3.0  # seconds in which the reason of a lost connection may come
 

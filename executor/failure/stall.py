@@ -34,7 +34,7 @@ from types import FrameType
 
 import torch
 
-from smpc.executor.failure.processes import ProcessReport
+from smpc.executor.failure.process_reports import ProcessReport
 
 
 def _executor_files(*names: str) -> tuple[str, ...]:

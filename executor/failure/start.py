@@ -20,7 +20,7 @@ from types import FrameType
 
 from torch.distributed.distributed_c10d import Store
 
-from smpc.executor.failure.processes import Process, sign_process
+from smpc.executor.failure.process_reports import Process, sign_process
 
 LEFT = "smpc/left"  # store key: ranks that have ended, or left the session, each with a comma behind it
 _PATIENCE = 3.0  # seconds that a rank waits before it looks for ranks that are gone, and then between two looks

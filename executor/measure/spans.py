@@ -48,7 +48,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from smpc.codegen.program import Instruction
-from smpc.sharding.tensors import local
+from smpc.sharding.dtensors import local
 
 _EVENT_NS = 1e6  # torch's events count milliseconds
 _LET_GO_S = 0.02  # the most that a thread of gloo gets; it needs microseconds where a core is free

@@ -37,17 +37,17 @@ from smpc.codegen.program import Instruction, Op, RankProgram, StageCode, split_
 from smpc.codegen.recompute import Checkpointing, may_checkpoint
 from smpc.codegen.stage import StageModule
 from smpc.errors import StepError, TransportError, UsageError
-from smpc.executor.draws import StageDraws
 from smpc.executor.program.channels import MASK_DTYPE, ChannelBinder, Delivery, Inbox, Presence, mask_form
 from smpc.executor.program.frame import Frame, Handler, Inputs, Root, StepInputs
 from smpc.executor.program.host_copies import HostCopyMover, addresses
 from smpc.executor.program.message_order import Points, other_holders, posting_points
-from smpc.executor.program.rule_calls import first_watched
+from smpc.executor.program.shape_rule_calls import first_watched
 from smpc.executor.replicas.group_hooks import StepHooks
+from smpc.executor.shared_draws import StageDraws
 from smpc.executor.split_backward.intercept import Deferral
 from smpc.executor.transport import Transport, WireFormat
 from smpc.partitioner.graph.plan import INPUTS
-from smpc.sharding.tensors import local, sharded_like
+from smpc.sharding.dtensors import local, sharded_like
 from smpc.sharding.wide_gradients import gradient_dtype
 from smpc.tracer.effects.torch_calls import uncompiled
 from smpc.tracer.ir import TensorSpec

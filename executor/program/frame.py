@@ -9,7 +9,7 @@ A frame has the tensors of one stage and one microbatch on a rank, from the firs
                saved it for backward, its memory is free as soon as it has been sent
     roots      what B starts from: (edge, gradient), in the order in which the gradients arrived
     grads      gradients of the inputs that SEND_GRAD and MOVE_GRAD still have to take
-    pending    what a split backward has left for W: see `smpc.executor.split_backward.pending`
+    pending    what a split backward has left for W: see `smpc.executor.split_backward.deferred_calls`
     kept       between F and OFFLOAD: what checkpointed regions keep and may be moved
     stay       ... and the addresses of storages that must not be
     away       between OFFLOAD and RELOAD: what is moved, see `smpc.executor.program.host_copies`
@@ -35,7 +35,7 @@ from torch.autograd.graph import GradientEdge
 
 from smpc.codegen.program import Instruction
 from smpc.executor.program.host_copies import Away, restore_sizes
-from smpc.executor.split_backward.pending import Pending
+from smpc.executor.split_backward.deferred_calls import Pending
 
 if TYPE_CHECKING:
     from smpc.executor.program.channels import Inbox

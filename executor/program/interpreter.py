@@ -30,12 +30,12 @@ from torch import nn
 
 from smpc.codegen.program import Op, RankProgram
 from smpc.errors import ScheduleError
-from smpc.executor.draws import StageDraws
 from smpc.executor.measure.spans import SpanRecorder
 from smpc.executor.program.bind import Binder
 from smpc.executor.program.frame import Inputs, OnOutput
 from smpc.executor.program.message_order import message_pairs
 from smpc.executor.replicas.group_hooks import StepHooks
+from smpc.executor.shared_draws import StageDraws
 from smpc.executor.transport import Transport
 
 DEFAULT_WINDOW = 4

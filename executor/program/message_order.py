@@ -41,7 +41,7 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from smpc.codegen.buffers import told_by_messages
+from smpc.codegen.message_buffers import told_by_messages
 from smpc.codegen.program import Instruction, Op, RankProgram, split_backwards
 
 _SENDS = (Op.SEND, Op.SEND_GRAD)

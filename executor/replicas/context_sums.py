@@ -22,7 +22,7 @@ from smpc.executor.collectives import TensorGroup, summed
 from smpc.executor.replicas.data_parallel import StageReplicas
 from smpc.executor.replicas.fully_shard import StageShards
 from smpc.executor.replicas.group_hooks import GroupHooks, StepHooks, innermost
-from smpc.sharding.tensors import local
+from smpc.sharding.dtensors import local
 from smpc.sharding.whole_parameters import sum_together
 
 

@@ -56,7 +56,7 @@ class StageReplicas:
     0's buffers replace the others' at the start of every training step. `backward_passes_per_step`: gradients
     accumulate locally over that many steps before they are averaged. `apart`: parameters that the ranks of the group have different values
     of; nothing is done with them here. `sparse`: parameters whose gradients are sparse. The other options are DDP's. The
-    gradients of parameters that `smpc.sharding.tensors` has widened are reduced in fp32, and never during a backward.
+    gradients of parameters that `smpc.sharding.dtensors` has widened are reduced in fp32, and never during a backward.
     """
 
     def __init__(

@@ -23,8 +23,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from smpc.errors import StepError
+from smpc.sharding.dtensors import digest, local
 from smpc.sharding.forward_writes.row_norms import LookedUpRows
-from smpc.sharding.tensors import digest, local
 
 _NOTHING = torch.iinfo(torch.int64).min
 

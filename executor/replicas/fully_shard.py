@@ -8,7 +8,7 @@
     evaluation        the same without gradients; the parameters are let go of at the end
 
 A stage is one unit of `smpc.sharding`, which says how gradients are averaged, and what comes in the place of parameters. What is apart
-(`smpc.executor.replicas.apart`) is another unit inside of it.
+(`smpc.executor.replicas.divided_modules`) is another unit inside of it.
 
 Programs of other inputs have stage modules of their own over the same parameters. All of them run inside one module for each stage, whose
 hooks FSDP uses, and first take over the parameters that are there now.
@@ -20,8 +20,8 @@ Example: `shards = StageShards(stages, group)`, then `Interpreter(program, shard
 Construction gives all ranks the parameters and buffers of the group's first one, and divides the parameters over the mesh. The hooks are
 those of a step; without them, every backward averages its gradients. What is `apart` is in parts on other ranks.
 
-Replicas may use different parameters in a step, if their batches take other branches (`smpc.sharding.uses`). Blocks that are gathered when
-they are called must be the same on all of them (`smpc.sharding.same_blocks`).
+Replicas may use different parameters in a step, if their batches take other branches (`smpc.sharding.used_parameters`). Blocks that are
+gathered when they are called must be the same on all of them (`smpc.sharding.same_blocks`).
 
 A replica without a batch may take part in a step (`Joined`): stages are then gathered as the step begins, and reduced as it ends; of a
 module, each block when the others come to it, with zeros.
@@ -43,8 +43,8 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from smpc.executor.replicas.apart import ExpertsApart, make_equal
 from smpc.executor.replicas.data_parallel import broadcast
+from smpc.executor.replicas.divided_modules import ExpertsApart, make_equal
 from smpc.sharding import Keep, OutsideUses, Sharded, ShardingOptions, Unit, shard
 from smpc.sharding.same_blocks import IDLE, START, TRAINED, SameBlocks
 from smpc.sharding.shard import check_gradients_of_parts

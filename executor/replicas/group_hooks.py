@@ -26,7 +26,7 @@ from smpc.errors import StepError
 from smpc.executor.collectives import TensorGroup, sum_over
 from smpc.executor.replicas.data_parallel import broadcast
 from smpc.executor.replicas.forward_writes import ForwardWrites
-from smpc.sharding.tensors import local
+from smpc.sharding.dtensors import local
 from smpc.sharding.whole_parameters import average_gradients
 
 

@@ -1,9 +1,9 @@
 """Ring attention: queries stay, keys and values go from rank to rank while each rank computes with those that it has.
 
-`smpc.codegen.ring` has the order of the steps, `smpc.kernels.attention.blocks` a step's work. Every step posts the next exchange before
-it computes, and waits for it after: the transfer is hidden where computing takes longer. Two buffers take turns. Keys and values travel
-as they are, in a message each, not repeated for the query heads that share them; their gradients in fp32 (fp64 for fp64), in which results
-are summed up, too. The backward pass keeps q, k, v, the result and lse, and runs the ring again.
+`smpc.codegen.ring_order` has the order of the steps, `smpc.kernels.attention.blocks` a step's work. Every step posts the next exchange
+before it computes, and waits for it after: the transfer is hidden where computing takes longer. Two buffers take turns. Keys and values
+travel as they are, in a message each, not repeated for the query heads that share them; their gradients in fp32 (fp64 for fp64), in which
+results are summed up, too. The backward pass keeps q, k, v, the result and lse, and runs the ring again.
 
 Messages of one step to one rank come in the order in which they are sent: keys and values of step i, gradients of step i, ... They go over
 the process group, which moves them while the ranks compute; between CPUs of one host through memory (`smpc.executor.transport.rings`):
@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._subclasses.fake_tensor import is_fake
 
-from smpc.codegen.ring import RingStep, SlicePart, ring_steps
+from smpc.codegen.ring_order import RingStep, SlicePart, ring_steps
 from smpc.executor.collectives import TensorGroup, own_pieces
 from smpc.executor.sequence.sliced import Cut
 from smpc.executor.transport.rings import LIMIT, Post, Rings

@@ -9,7 +9,7 @@ During the forward of a stage whose backward is split, a TorchFunctionMode sees 
 
 So no parameter has a gradient before W, and W adds up what there is from the last call to the first, which is the order in which an
 unsplit backward adds it up. Then it accumulates the sums, as `torch.autograd.backward` on the parameters: hooks run, and `.grad` is what
-it would have been, bit for bit. A deferrable call is one of two kinds (see `smpc.executor.split_backward.pending`):
+it would have been, bit for bit. A deferrable call is one of two kinds (see `smpc.executor.split_backward.deferred_calls`):
 
     product     linear and addmm of rows and a matrix, nearly all of a transformer. The call itself, without gradients of its parameters;
                 a hook notes the gradient of its result, and W multiplies
@@ -27,7 +27,7 @@ tensors do not outlive it. Where gradients are off, nothing is touched.
 
 Example:
 
-    pending = Pending()         # of `smpc.executor.split_backward.pending`
+    pending = Pending()         # of `smpc.executor.split_backward.deferred_calls`
     with Deferral(pending):
         y = module(x)
     y.backward(g)        # x.grad, but no gradient of a parameter
@@ -47,8 +47,15 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge
 from torch.overrides import TorchFunctionMode
 
-from smpc.executor.split_backward.pending import Pending, PendingAlias, PendingProduct, PendingRecord, as_product, watch
-from smpc.partitioner.costs.cost import WORTHWHILE
+from smpc.executor.split_backward.deferred_calls import (
+    Pending,
+    PendingAlias,
+    PendingProduct,
+    PendingRecord,
+    as_product,
+    watch,
+)
+from smpc.partitioner.costs.node_costs import WORTHWHILE
 
 _DEFERRABLE: frozenset[Callable[..., Any]] = frozenset(
     {

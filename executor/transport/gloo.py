@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from smpc.codegen.buffers import TRIES
+from smpc.codegen.message_buffers import TRIES
 from smpc.errors import TransportError
 from smpc.executor.host_memory.shared_memory import connect
 from smpc.executor.transport.messages import WireFormat

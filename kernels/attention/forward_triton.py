@@ -33,7 +33,7 @@ from smpc.kernels.attention.tiles_triton import (
     padded_head,
     store_tile,
 )
-from smpc.kernels.launch.runtime import LAUNCH_OPTIONS, launching_on
+from smpc.kernels.launch.backend import LAUNCH_OPTIONS, launching_on
 
 BLOCKS: Table = {
     (0, 32): (Blocks(64, 32, 4, 2),),

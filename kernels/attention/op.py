@@ -43,7 +43,7 @@ from torch.utils.flop_counter import register_flop_formula
 
 from smpc.errors import UsageError
 from smpc.kernels.attention.reference import reference_backward, reference_forward
-from smpc.kernels.launch.runtime import Backend, backend
+from smpc.kernels.launch.backend import Backend, backend
 
 MAX_HEAD = 256
 _LARGEST_BIAS = 1e38  # a difference of two, times log2(e), is an fp32 number

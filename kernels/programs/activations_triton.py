@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from smpc.kernels.launch.runtime import LAUNCH_OPTIONS, launching_on, num_programs, warps_for
+from smpc.kernels.launch.backend import LAUNCH_OPTIONS, launching_on, num_programs, warps_for
 from smpc.kernels.launch.variants import KernelVariant, variant
 
 _ROWS, _COLUMNS = 4, 1024

@@ -15,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from smpc.kernels.bias_dropout_add import WORDS
-from smpc.kernels.launch.runtime import LAUNCH_OPTIONS, launching_on, num_programs
+from smpc.kernels.launch.backend import LAUNCH_OPTIONS, launching_on, num_programs
 from smpc.kernels.launch.variants import KernelVariant, variant
 
 _LANES = 1024  # groups times columns

@@ -22,10 +22,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from smpc.kernels.launch.runtime import LAUNCH_OPTIONS, launching_on, num_programs, warps_for
+from smpc.kernels.launch.backend import LAUNCH_OPTIONS, launching_on, num_programs, warps_for
 from smpc.kernels.launch.variants import KernelVariant, variant
-from smpc.kernels.shared.elements import as_rows
 from smpc.kernels.shared.norms import Normed, NormGradients, NormRule, NormSaved
+from smpc.kernels.shared.tensor_checks import as_rows
 
 MAX_FUSED_COLUMNS = 8192
 _TILE = 4096  # elements of a forward tile, where rows are shorter than that

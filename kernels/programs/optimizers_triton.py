@@ -25,7 +25,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from smpc.kernels.launch.runtime import LAUNCH_OPTIONS, launching_on
+from smpc.kernels.launch.backend import LAUNCH_OPTIONS, launching_on
 from smpc.kernels.optimizers import AdamWRule, Bucket, LambRule, NovoGradRule, Reduce, split_factors, trust_ratios
 from smpc.kernels.shared.tensor_table import CHUNK, COLUMNS, TableCache, TensorTable
 

@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from smpc.kernels.launch.runtime import LAUNCH_OPTIONS, launching_on, warps_for
+from smpc.kernels.launch.backend import LAUNCH_OPTIONS, launching_on, warps_for
 from smpc.kernels.launch.variants import KernelVariant, variant
 
 _TILE = 4096  # features of a program

@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from smpc.kernels.launch.runtime import LAUNCH_OPTIONS, launching_on, warps_for
+from smpc.kernels.launch.backend import LAUNCH_OPTIONS, launching_on, warps_for
 from smpc.kernels.launch.variants import variant
 
 _BLOCK = 4096

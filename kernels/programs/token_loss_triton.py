@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from smpc.kernels.launch.runtime import LAUNCH_OPTIONS, launching_on, warps_for
+from smpc.kernels.launch.backend import LAUNCH_OPTIONS, launching_on, warps_for
 from smpc.kernels.launch.variants import KernelVariant, variant
 from smpc.kernels.shared.token_loss import LossRule, RowStatistics, TokenLosses
 

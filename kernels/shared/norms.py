@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 from smpc.errors import UsageError
-from smpc.kernels.shared.elements import accumulation_dtype, kernels_compute, require_floating, require_like
+from smpc.kernels.shared.tensor_checks import accumulation_dtype, kernels_compute, require_floating, require_like
 
 # The widest row that the kernels hold in registers; wider rows take the formula in torch.
 MAX_COLUMNS = 32768

@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 
 from smpc.errors import UsageError
-from smpc.kernels.shared.elements import (
+from smpc.kernels.shared.tensor_checks import (
     accumulation_dtype,
     as_rows,
     kernels_compute,

@@ -81,10 +81,10 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from smpc.config.files import parse_toml, read_text
 from smpc.config.numbers import MAX_RANKS, parse_bytes, shown
+from smpc.config.user_files import parse_toml, read_text
 from smpc.errors import ConfigError, printable
-from smpc.partitioner.costs.collectives import IN_OPERATIONS, MOVES_IN_OPERATIONS, CollectiveKind
+from smpc.partitioner.costs.collective_times import IN_OPERATIONS, MOVES_IN_OPERATIONS, CollectiveKind
 from smpc.partitioner.costs.device import ALL, DEVICES, NONE, PCIE4, Curve, Device, Kernels, Wire
 
 _RATES = (1e3, 1e24)  # bytes/s and FLOP/s that are believed; with others, times are beyond what a plan can count in

@@ -58,9 +58,9 @@ def product_of(node: Node) -> Product | None:
 def name_of(node: Node) -> str:
     """What kind of operation it is, whichever way it was called: `torch.nn.functional.relu_` and `torch.Tensor.relu` are "relu".
 
-    What draws random numbers of its own on each rank (`smpc.executor.draws.draw_apart`) is what it was before. Products of matrices are
-    "linear", those of batches of them "bmm". Fused attentions are "attention", "attention_causal" or "attention_dropout", for which some
-    devices have other kernels. So it is with convolutions: "conv"; "conv_pointwise" where windows do not overlap, as those of one
+    What draws random numbers of its own on each rank (`smpc.executor.shared_draws.draw_apart`) is what it was before. Products of matrices
+    are "linear", those of batches of them "bmm". Fused attentions are "attention", "attention_causal" or "attention_dropout", for which
+    some devices have other kernels. So it is with convolutions: "conv"; "conv_pointwise" where windows do not overlap, as those of one
     element or of patches; "conv_grouped". Of two tensors one of which is stretched to the other's shape the arithmetic is
     "mul_broadcast" and so on: its backward adds up what was stretched.
     """

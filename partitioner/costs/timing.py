@@ -44,7 +44,7 @@ from torch.profiler import ProfilerActivity, profile, record_function
 from torch.utils._pytree import tree_leaves
 
 from smpc.errors import ConfigError
-from smpc.partitioner.costs.cost import NodeTimes, Workspace
+from smpc.partitioner.costs.node_costs import NodeTimes, Workspace
 from smpc.partitioner.problem import FloatArray
 from smpc.tracer import targets
 from smpc.tracer.ir import Node, NodeKind, Trace

@@ -9,8 +9,9 @@ Terms
                 needs no gradient. Any stage can compute it again. Where it involves in-place writes, all writers must be input-only too
 
 Parameters and buffers are known by index into Trace.state. A call_module node uses all the state below its module.
-State that only dead nodes read belongs to the first of these, as the module around it may be called whole; state that no node reads to
-the first node of the nearest enclosing module that runs. So every parameter has an owner.
+State that only dead nodes read belongs to the first of these, as the module around it may be called whole. State that no node reads
+belongs to the nearest enclosing module that runs: to the last node there that uses the state before it, in the model's order, or to the
+first node of all. So every parameter has an owner, and a head that later batches use is where the heads beside it are.
 
 Nodes share a cluster when
   - one reads a result that is not a single tensor (the parts of a `split`), or whose shape depends on values: such results do not cross
@@ -28,7 +29,7 @@ What crosses, given the stage of every node:
     the edges 0 -> 2 and 2 -> 3.
   - The values that the model returns are consumed by the last stage.
   - Model inputs go from INPUTS to each stage that reads them, the last stage included if the model returns them.
-  - Recomputable values (see `smpc.partitioner.graph.recompute`) are computed again by each other stage that needs them;
+  - Recomputable values (see `smpc.partitioner.graph.recompute_regions`) are computed again by each other stage that needs them;
     what such a cone reads is inputs and buffers only, so it adds no edge between stages.
   - Parameters and buffers never cross: each stage reads its own replica.
   - A stage that runs a whole module call also gets its arguments that are model inputs or recomputable, though
@@ -42,7 +43,7 @@ from __future__ import annotations
 import bisect
 import itertools
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -50,7 +51,7 @@ import networkx as nx
 import numpy as np
 
 from smpc.errors import PartitionError
-from smpc.partitioner.costs.cost import Workspace
+from smpc.partitioner.costs.node_costs import Workspace
 from smpc.partitioner.graph.plan import INPUTS, Edge
 from smpc.partitioner.problem import IntArray
 from smpc.tracer.constants import references
@@ -198,18 +199,22 @@ def _state_users(
     for position in reversed(compute.tolist()):  # so the first of dead nodes stays
         for name in trace.nodes[position].inputs if trace.nodes[position].name not in trace.live else ():
             dead_users[state_of[trace.position(name)]] = position
+    used: list[tuple[str, int]] = []  # names of state, in the model's order, and the last node that uses it
     for i, state in enumerate(trace.state):
         if not users[i] and i not in returned:
-            users[i].add(dead_users.get(i, _owner_in_graph(state.name, first_of, int(compute[0]))))
+            users[i].add(dead_users.get(i, _owner_in_graph(state.name, first_of, int(compute[0]), used)))
+        elif users[i]:
+            used.append((state.name, max(users[i])))
     return tuple(tuple(sorted(found)) for found in users)
 
 
-def _owner_in_graph(name: str, first_of: dict[str, int], otherwise: int) -> int:
-    """The first compute node of the nearest enclosing module that runs."""
+def _owner_in_graph(name: str, first_of: dict[str, int], otherwise: int, used: Sequence[tuple[str, int]]) -> int:
+    """The last user of the state before, or the first compute node, of the nearest enclosing module that runs."""
     while name:
         name = name.rpartition(".")[0]
         if name in first_of:
-            return first_of[name]
+            inside = f"{name}." if name else ""
+            return next((user for other, user in reversed(used) if other.startswith(inside)), first_of[name])
     return otherwise
 
 

@@ -22,8 +22,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from smpc.config.files import MAX_PLAN_BYTES, parse_json, read_text
 from smpc.config.numbers import shown
+from smpc.config.user_files import MAX_PLAN_BYTES, parse_json, read_text
 from smpc.errors import PartitionError, printable
 from smpc.partitioner.instances.instance import Instance, Link, Node, Processor
 

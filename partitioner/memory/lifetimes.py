@@ -44,7 +44,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from smpc.partitioner.graph.recompute import region_inputs
+from smpc.partitioner.graph.recompute_regions import region_inputs
 from smpc.partitioner.graph.trace_graph import Graph
 from smpc.partitioner.memory.footprints import HANDED_ON, Footprint, Stride, footprint, forward_footprint
 from smpc.partitioner.problem import IntArray

@@ -12,7 +12,7 @@
                   gradients sent that are not known to have arrived, and buffers to sum shared parameters; on
                   pipeline rank 0 the inputs of all microbatches, as far as they are not counted as activations; in a script also on the
                   last rank, where its step function runs. Over gloo, of ranks with several stages, messages are counted along the
-                  programs instead: `smpc.codegen.buffers`
+                  programs instead: `smpc.codegen.message_buffers`
     waiting       over gloo, bytes of values sent that nothing else holds: until a message comes back that the receiver sent after it
                   had them (`smpc.executor.program.message_order`). Of k microbatches in flight at the sender and k' at the receiver, k
                   - k' wait from the first gradient on, all k before it
@@ -36,9 +36,9 @@ The peak is the largest of, with k microbatches in flight of m, and n over the n
                      the last backward has for them
     optimizer        what its step makes and drops; over gloo also the buffers that are kept for the messages of the next step
 
-Where backwards are split (zero bubble), and where a rank has several stages, `smpc.partitioner.memory.deferred` has the phases instead:
-peaks of the stages of a rank are then what each holds when all of them hold most. The bounds of solvers
-(`smpc.partitioner.solvers.peaks`) count a microbatch as whole until its W, and so does this where something is offloaded.
+Where backwards are split (zero bubble), and where a rank has several stages, `smpc.partitioner.memory.memory_by_action` has the phases
+instead: peaks of the stages of a rank are then what each holds when all of them hold most. The bounds of solvers
+(`smpc.partitioner.solvers.peak_bound`) count a microbatch as whole until its W, and so does this where something is offloaded.
 
 With `fully_shard` a rank keeps its part of parameters and optimizer state, and in a step it has whole parameters and gradients as well,
 which count as parameters and gradients here. Then it is also the largest of
@@ -47,7 +47,7 @@ which count as parameters and gradients here. Then it is also the largest of
     averaging        after the last backward, when whole parameters are gone: whole gradients twice, and over gloo the rank's part
 
 and where gradients are added up in another dtype than they come in (fp32), each backward holds all of those that it makes to its end.
-Where the model runs as it is, its blocks gather their own parameters: see `smpc.partitioner.memory.units`.
+Where the model runs as it is, its blocks gather their own parameters: see `smpc.partitioner.memory.sharded_blocks`.
 
 Storages are exact (recorded by the tracer), so activations are too; the allocator's rounding and the workspace of
 libraries are not included.
@@ -62,10 +62,11 @@ from typing import NamedTuple
 
 import numpy as np
 
-from smpc.partitioner.costs.cost import CostModel
+from smpc.partitioner.costs.node_costs import CostModel
 from smpc.partitioner.graph.plan import INPUTS, Edge
 from smpc.partitioner.graph.trace_graph import Graph
-from smpc.partitioner.memory.deferred import (
+from smpc.partitioner.memory.lifetimes import Lifetimes, SavedActivations, lifetimes, loss_roots, saved_activations
+from smpc.partitioner.memory.memory_by_action import (
     ActionTerms,
     ActionUse,
     Deferred,
@@ -76,8 +77,7 @@ from smpc.partitioner.memory.deferred import (
     held_arguments,
     rank_shares,
 )
-from smpc.partitioner.memory.lifetimes import Lifetimes, SavedActivations, lifetimes, loss_roots, saved_activations
-from smpc.partitioner.memory.units import UnitTerms, find_units, peak_of_units
+from smpc.partitioner.memory.sharded_blocks import UnitTerms, find_units, peak_of_units
 from smpc.partitioner.problem import IntArray
 from smpc.tracer.ir import Node, NodeKind, Region, StateSpec, Trace
 

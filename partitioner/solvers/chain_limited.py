@@ -1,6 +1,6 @@
 """The exact partition of a chain whose stages may not exceed a memory limit at their peaks.
 
-`solve_limited` finds, among the contiguous partitions in which no stage's peak (`smpc.partitioner.solvers.peaks`) exceeds the
+`solve_limited` finds, among the contiguous partitions in which no stage's peak (`smpc.partitioner.solvers.peak_bound`) exceeds the
 limit, the smallest bottleneck, and then the cheapest cuts, as `smpc.partitioner.solvers.chain` does without a limit.
 `least_peak` finds the partition whose largest peak is smallest: no contiguous partition does with less. Of long chains with many stages
 that would take minutes: then it is the best of those with the cheapest cuts.
@@ -32,7 +32,7 @@ from smpc.partitioner.solvers.chain import (
     reversed_units,
     solve,
 )
-from smpc.partitioner.solvers.peaks import PeakRows
+from smpc.partitioner.solvers.peak_bound import PeakRows
 
 _RAISES = (1.0, 1.02, 1.1, 1.3, 2.0, math.inf)
 _TRIES, _NEAR = 40, 1e-3  # of a good partition: how many, and how near to what cannot be is enough

@@ -28,8 +28,8 @@ from dataclasses import dataclass, replace
 import networkx as nx
 import numpy as np
 
-from smpc.partitioner.costs.cost import CostModel, NodeTimes, node_times
-from smpc.partitioner.graph.recompute import (
+from smpc.partitioner.costs.node_costs import CostModel, NodeTimes, node_times
+from smpc.partitioner.graph.recompute_regions import (
     RequestedRegions,
     find_recomputable,
     recompute_depths,

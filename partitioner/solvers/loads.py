@@ -1,4 +1,4 @@
-"""Loads of devices with transfers: the one definition that `staged`, `moves` and `load_program` share.
+"""Loads of devices with transfers: the one definition that `staged`, `annealing` and `load_program` share.
 
     load of a device = its units' costs on it + rate * (bytes that it sends + bytes that it receives)
 

@@ -2,7 +2,7 @@
 
 Terms
     order       (u, w): u runs on no later stage than w. In a graph for training, backward units come the other way round
-    prefix      a set of units that contains whatever its members come after, as in `smpc.partitioner.solvers.lattice`
+    prefix      a set of units that contains whatever its members come after, as in `smpc.partitioner.solvers.prefix_lattice`
     stage       what one prefix has beyond another one. A placement in stages is a rising chain of prefixes, from none to all
     state       which devices have their stage already: how many of the row, or how many of each kind if their order is free
 
@@ -28,8 +28,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from smpc.partitioner.problem import FloatArray, IntArray
-from smpc.partitioner.solvers.lattice import prefixes, to_words
 from smpc.partitioner.solvers.loads import ROUNDING, LoadProblem, simple_bound
+from smpc.partitioner.solvers.prefix_lattice import prefixes, to_words
 
 T = TypeVar("T", bound=np.generic)
 

@@ -26,7 +26,7 @@ from torch.utils.hooks import RemovableHandle
 from smpc.codegen.printer import attribute_source
 from smpc.codegen.program import StageCode
 from smpc.errors import PartitionError, StepError
-from smpc.sharding.tensors import has_hooks
+from smpc.sharding.dtensors import has_hooks
 from smpc.tracer.ir import Trace
 from smpc.tracer.recording.untraceable import check_hooks, hook_of
 

@@ -33,12 +33,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from smpc.codegen.rewrite.expert_parallel import PARTS
 from smpc.errors import ConfigError, ConfigUnsupportedError
 from smpc.executor.collectives import TensorGroup, sum_over
-from smpc.executor.replicas.apart import ExpertsApart
-from smpc.experts.confirm import Confirmations, Confirmed
+from smpc.executor.replicas.divided_modules import ExpertsApart
+from smpc.experts.confirm_cut import Confirmations, Confirmed
 from smpc.experts.dispatch import WAYS, owned
-from smpc.experts.listed import ListedBlock, rows_of_rank, spread_out, unsuited_as_rows
-from smpc.experts.stacked import Options, cut, look_at
-from smpc.experts.structure import (
+from smpc.experts.find_experts import (
     Found,
     Listed,
     Stacked,
@@ -47,12 +45,14 @@ from smpc.experts.structure import (
     shared_and_trained,
     uses_of_parameters,
 )
-from smpc.experts.whole import ExpertHoldings
-from smpc.in_place.skeleton import plain_name
-from smpc.nn.init.sliced_models import note_rows
-from smpc.nn.script_writes.classes import plain_parameters
-from smpc.nn.script_writes.compared import compare_scripts
-from smpc.nn.script_writes.slices import note_slices
+from smpc.experts.listed import ListedBlock, rows_of_rank, spread_out, unsuited_as_rows
+from smpc.experts.stacked import Options, cut, look_at
+from smpc.experts.whole_state import ExpertHoldings
+from smpc.in_place.model_copy import plain_name
+from smpc.nn.init.note_slices import note_rows
+from smpc.nn.script_writes.between_steps import plain_parameters
+from smpc.nn.script_writes.compare_writes import compare_scripts
+from smpc.nn.script_writes.slice_parameters import note_slices
 from smpc.optimizers.split_parameters import note_split
 from smpc.sharding.whole_parameters import average_gradients
 

@@ -25,9 +25,9 @@ from smpc.compile.options import PipelineOptions
 from smpc.compile.passes import plan_trace, write_programs
 from smpc.compile.result import Traced
 from smpc.errors import ConfigError, StepError, UsageError
-from smpc.hooks_on_outputs import copied_outputs, without_gradient
-from smpc.nn.script_writes.classes import are_noticed, plain_parameters
-from smpc.nn.script_writes.compared import compare_scripts
+from smpc.nn.script_writes.between_steps import are_noticed, plain_parameters
+from smpc.nn.script_writes.compare_writes import compare_scripts
+from smpc.output_gradients import copied_outputs, without_gradient
 from smpc.sample_inputs import as_inputs
 from smpc.tracer.attempt import RecordingRequest
 from smpc.tracer.constants import Ref, TraceDevice, map_references

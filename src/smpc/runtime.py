@@ -41,26 +41,26 @@ from smpc.codegen.rewrite.tensor_parallel.strategy import draws
 from smpc.codegen.stage import StageModule, build_stage, compile_stage
 from smpc.compile.result import Compilation
 from smpc.errors import StepError, UsageError
-from smpc.executor.draws import StageDraws
 from smpc.executor.failure.peers import told_to_peers
 from smpc.executor.program.interpreter import Interpreter, run_loopback
 from smpc.executor.replicas.context_sums import ContextSums
 from smpc.executor.replicas.fully_shard import StageShards
 from smpc.executor.replicas.group_hooks import StepHooks, innermost
+from smpc.executor.shared_draws import StageDraws
 from smpc.executor.transport import Transport, loopback_transports
-from smpc.hooks_on_outputs import copied_outputs, without_gradient
-from smpc.nn.init.sliced_models import note_parts
-from smpc.nn.script_writes.classes import plain_parameters
-from smpc.nn.script_writes.compared import are_compared, compare_scripts
+from smpc.nn.init.note_slices import note_parts
+from smpc.nn.script_writes.between_steps import plain_parameters
+from smpc.nn.script_writes.compare_writes import are_compared, compare_scripts
 from smpc.observe.observer import Observer, RankRecord, StepCallback, StepWatch, batch_of
 from smpc.observe.window import Window
 from smpc.optimizers.torch_patches import check_optimizers, refuse_norms, refuse_scaling
-from smpc.partitioner.costs.cost import useful_flops
+from smpc.output_gradients import copied_outputs, without_gradient
+from smpc.partitioner.costs.node_costs import useful_flops
 from smpc.partitioner.graph.plan import Plan
 from smpc.rank_models import RankModels
 from smpc.sample_inputs import Inputs
 from smpc.sharding import exchange
-from smpc.sharding.tensors import local
+from smpc.sharding.dtensors import local
 from smpc.tracer.constants import Ref, TraceDevice
 from smpc.tracer.environment.environment_guards import Environment
 from smpc.tracer.input_guards import broken_guard

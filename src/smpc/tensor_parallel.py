@@ -23,14 +23,14 @@ from torch import Tensor, nn
 from smpc.codegen.rewrite.tensor_parallel.layouts import REPLICATED, Layout
 from smpc.codegen.rewrite.tensor_parallel.rewrite import GROUP, TENSOR, ShardedTrace, describe
 from smpc.codegen.rewrite.tensor_parallel.styles import StylePlan
-from smpc.compile.experts import find_sharing_plan
+from smpc.compile.divided_experts import find_sharing_plan
 from smpc.compile.passes import Sharing, rewrite_trace
 from smpc.compile.result import Traced
 from smpc.errors import ConfigError
 from smpc.executor.collectives import TensorGroup
-from smpc.executor.sharded_state import load_whole, slice_parameters, whole_of
-from smpc.nn.init.sliced_models import note_sliced
-from smpc.nn.script_writes.compared import compare_scripts
+from smpc.executor.parameter_slices import load_whole, slice_parameters, whole_of
+from smpc.nn.init.note_slices import note_sliced
+from smpc.nn.script_writes.compare_writes import compare_scripts
 from smpc.optimizers.split_parameters import note_split
 from smpc.recorded_module import RecordedModule, build_program, check_not_shared, record_modes
 from smpc.tracer.ir import Trace

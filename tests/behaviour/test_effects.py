@@ -24,7 +24,7 @@ from smpc.codegen.rewrite.tensor_parallel.layouts import Layout
 from smpc.compile import compile_model
 from smpc.errors import PartitionError, StepError, TraceError
 from smpc.executor.collectives import TensorGroup
-from smpc.executor.sharded_state import slice_parameters
+from smpc.executor.parameter_slices import slice_parameters
 from smpc.runtime import LoopbackRuntime
 from smpc.tracer import Trace, record
 from smpc.tracer.ir import NodeKind

@@ -17,7 +17,7 @@ from smpc.codegen.simulate import Costs, chain
 from smpc.compile import compile_model, compile_plan
 from smpc.executor.split_backward import intercept
 from smpc.partitioner.graph.plan import ScheduleSummary
-from smpc.partitioner.solve import solve_partition
+from smpc.partitioner.planner import solve_partition
 from smpc.runtime import LoopbackRuntime
 from smpc.sample_inputs import first_microbatch
 from smpc.tracer.record import record

@@ -6,7 +6,7 @@ from attention_cases import CASES, LONG_CASES, Case, check_case
 
 from smpc.kernels.attention import flash_attention
 from smpc.kernels.attention.op import attention_op
-from smpc.kernels.launch.runtime import Backend, backend
+from smpc.kernels.launch.backend import Backend, backend
 from smpc.nn import FlashAttentionLayer
 
 

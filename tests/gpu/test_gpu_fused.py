@@ -4,7 +4,7 @@ import fused_cases as cases
 import pytest
 import torch
 
-from smpc.kernels.launch.runtime import Backend, backend
+from smpc.kernels.launch.backend import Backend, backend
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 DEVICE = "cuda"

@@ -5,7 +5,7 @@ import optimizer_rules as rules
 import pytest
 import torch
 
-from smpc.kernels.launch.runtime import Backend, backend
+from smpc.kernels.launch.backend import Backend, backend
 from smpc.optimizers import FusedAdamW
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)

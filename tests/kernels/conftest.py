@@ -7,7 +7,7 @@ of its own with it set, so that `make test` includes it. By hand: `TRITON_INTERP
 import pytest
 import torch
 
-from smpc.kernels.launch.runtime import interpreting
+from smpc.kernels.launch.backend import interpreting
 
 collect_ignore_glob = [] if interpreting() else ["test_*.py"]
 

@@ -8,7 +8,7 @@ from smpc.kernels.attention import flash_attention
 from smpc.kernels.attention.forward_triton import launch_forward
 from smpc.kernels.attention.op import attention_op
 from smpc.kernels.attention.tiles_triton import Blocks
-from smpc.kernels.launch.runtime import Backend, backend
+from smpc.kernels.launch.backend import Backend, backend
 
 
 def test_the_kernels_run():

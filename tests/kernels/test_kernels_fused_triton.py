@@ -4,7 +4,7 @@ import fused_cases as cases
 import pytest
 import torch
 
-from smpc.kernels.launch.runtime import Backend, backend
+from smpc.kernels.launch.backend import Backend, backend
 from smpc.kernels.layer_norm import _add_layer_norm, layer_norm
 from smpc.kernels.linear_cross_entropy import _linear_cross_entropy
 

@@ -8,7 +8,7 @@ import sys
 import pytest
 import warm
 
-from smpc.calibration import operations, probes, programs, wires
+from smpc.calibration import communication, operations, probes, programs
 from smpc.cli import calibrate, main
 from smpc.partitioner.costs.device_file import find_device
 
@@ -16,7 +16,7 @@ from smpc.partitioner.costs.device_file import find_device
 FEWER = (
     (calibrate, "_SECONDS", (1.0, 5.0)),
     (probes, "_WIDTHS", (64,)), (probes, "_CHANNELS", (8,)), (operations, "_MOST", 3), (programs, "_ROUNDS", 2),
-    (wires, "_SIZES", (1 << 10, 1 << 14)), (wires, "_ROUNDS", 3),
+    (communication, "_SIZES", (1 << 10, 1 << 14)), (communication, "_ROUNDS", 3),
 )  # fmt: skip
 SMPC = [sys.executable, "-P", "-c", "import sys; from smpc.cli import main; sys.exit(main())"]
 

@@ -12,7 +12,7 @@ from smpc import context_parallel, tensor_parallel
 from smpc.codegen.rewrite.tensor_parallel.layouts import REPLICATED
 from smpc.compile import compile_model
 from smpc.executor.collectives import TensorGroup
-from smpc.executor.sharded_state import whole_of
+from smpc.executor.parameter_slices import whole_of
 from smpc.runtime import LoopbackRuntime
 
 EVERY_DAY = (("llama", "p2p"), ("llama_padded", "a2a"))

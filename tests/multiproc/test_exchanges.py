@@ -98,7 +98,7 @@ def priced(ranks, config):
 @pytest.mark.long
 def test_plans_price_as_many_gathers_and_sums_as_torch_makes(tmp_path, monkeypatch):
     """Without a pipeline one gather and one sum were priced for a step: blocks have one in each microbatch, or two."""
-    monkeypatch.setattr("smpc.compile.exchange._TOLD", 0)
+    monkeypatch.setattr("smpc.compile.replica_traffic._TOLD", 0)
     for ranks in (2, 4):
         cases = [(config, expected) for number, config, expected in CASES if number == ranks]
         for found in run_workers(counted, ranks, tmp_path, [config for config, _ in cases]):

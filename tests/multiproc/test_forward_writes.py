@@ -11,7 +11,7 @@ import smpc.v1 as smp
 from smpc.composer import ComposerModel, Trainer
 from smpc.errors import PeerError, StepError
 from smpc.sharding import Keep, ShardingOptions, shard
-from smpc.sharding.tensors import whole
+from smpc.sharding.dtensors import whole
 
 ROWS, STEPS, MB = 12, 3, 2
 

@@ -27,7 +27,7 @@ from smpc.executor.program.host_copies import HostCopyMover
 from smpc.executor.replicas.fully_shard import StageShards
 from smpc.executor.transport import GlooTransport
 from smpc.runtime import Runtime
-from smpc.sharding.tensors import local
+from smpc.sharding.dtensors import local
 
 VOCABULARY, BATCH = 2048, 12
 

@@ -15,9 +15,9 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 import smpc.v1 as smp
 from smpc.errors import UsageError
-from smpc.nn.init.sliced_models import note_parts
-from smpc.nn.script_writes import parts
-from smpc.sharding.tensors import whole
+from smpc.nn.init.note_slices import note_parts
+from smpc.nn.script_writes import dtensor_writes
+from smpc.sharding.dtensors import whole
 
 ROWS = torch.tensor([1, 4, 5])
 MASK = torch.arange(40).view(10, 4) % 3 == 0
@@ -195,7 +195,7 @@ p.mul_(torch.ones(p.shape))
 def runs_alone(rank, folder, line):
     """What a rank is told that runs a line alone: rank 1 waits for it to end."""
     note_parts()
-    parts._WARNED_AFTER, parts._LONGEST_WAIT = 1, 1
+    dtensor_writes._WARNED_AFTER, dtensor_writes._LONGEST_WAIT = 1, 1
     model = make()
     by_rows(model)
     dist.barrier()

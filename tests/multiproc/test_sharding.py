@@ -11,7 +11,7 @@ from smpc.errors import ConfigUnsupportedError
 from smpc.mesh import Axis, Mesh
 from smpc.mesh.device_mesh import device_mesh, make_groups
 from smpc.sharding import Keep, ShardingOptions, Unit, find_units, shard
-from smpc.sharding.tensors import local, own_part_of_sharded, whole
+from smpc.sharding.dtensors import local, own_part_of_sharded, whole
 from smpc.sharding.wide_gradients import widen
 
 MICROBATCHES, STEPS = 2, 3

@@ -17,7 +17,7 @@ import smpc.v2 as tsm
 from smpc.composer import ComposerModel, Trainer
 from smpc.errors import StepError
 from smpc.sharding import Keep, ShardingOptions, find_units, shard
-from smpc.sharding.tensors import whole
+from smpc.sharding.dtensors import whole
 
 STEPS, RANKS = 4, 2
 WAYS = (("a0", "b1"), ("b", "a"), ("ab01", "a1s"), ("b", "b"))  # of each rank, in each step; the third head never comes

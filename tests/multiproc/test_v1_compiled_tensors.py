@@ -220,6 +220,60 @@ def square(model, x):
     model.backward(model(x).square().mean())
 
 
+ADAGRAD = {"lr": 0.1, "initial_accumulator_value": 0.1}
+
+
+def feed_forward():
+    torch.manual_seed(4)
+    return nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 4)).double()
+
+
+@smp.step
+def train_squares(model, x):
+    loss = model(x).square().mean()
+    model.backward(loss)
+    return loss
+
+
+def squares():
+    return torch.randn(4, 8, 8, generator=torch.Generator().manual_seed(5), dtype=torch.float64)
+
+
+def train_with_state_from_the_start(rank, folder, config):
+    init(2, 1, **config)
+    model = smp.DistributedModel(feed_forward())
+    optimizer = smp.DistributedOptimizer(torch.optim.Adagrad(model.parameters(), **ADAGRAD))
+    losses = []
+    for x in squares():
+        losses.append(train_squares(model, x).reduce_mean().item())
+        optimizer.step()
+        optimizer.zero_grad()
+    torch.save((losses, model.state_dict(), optimizer.state_dict()["state"]), folder / f"adagrad{rank}.pt")
+    smp.shutdown()
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("config", [{}, {"shard_optimizer_state": True}])
+def test_an_optimizer_that_has_state_before_the_first_step_keeps_a_slice_of_it(tmp_path, config):
+    """torch's Adagrad makes sums of the shape of each parameter in its constructor, before there are slices."""
+    plain = feed_forward()
+    optimizer, losses = torch.optim.Adagrad(plain.parameters(), **ADAGRAD), []
+    for x in squares():
+        loss = plain(x).square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    run_workers(train_with_state_from_the_start, 2, tmp_path, config)
+    for rank in range(2):
+        own_losses, own, state = torch.load(tmp_path / f"adagrad{rank}.pt")
+        assert own_losses == pytest.approx(losses, rel=1e-12)
+        torch.testing.assert_close(own, plain.state_dict(), rtol=1e-10, atol=1e-12)
+    sums = [items["sum"] for items in optimizer.state_dict()["state"].values()]
+    for items, whole in zip(state.values(), sums, strict=True):
+        torch.testing.assert_close(items["sum"], whole, rtol=1e-10, atol=1e-12)
+
+
 def test_different_models_in_one_group_are_refused(tmp_path):
     assert run_workers(record_another_model, 2, tmp_path) == [None] * 2
 

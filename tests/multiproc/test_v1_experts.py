@@ -13,7 +13,7 @@ from torch import nn
 import smpc.v1 as smp
 from smpc.errors import CheckpointError, ConfigError, ConfigUnsupportedError, StepError
 from smpc.expert_parallel import register_experts
-from smpc.sharding.tensors import whole as gathered
+from smpc.sharding.dtensors import whole as gathered
 
 STEPS, HALF = 4, 2
 SWITCH = "SwitchTransformersForConditionalGeneration"

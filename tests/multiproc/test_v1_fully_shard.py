@@ -8,7 +8,7 @@ from v1_harness import FOR_THE_STEP, batches, evaluate, feed, start, train_step
 
 import smpc.v1 as smp
 from smpc.errors import ConfigUnsupportedError, PeerError
-from smpc.sharding.tensors import whole
+from smpc.sharding.dtensors import whole
 
 # (model, schedule, whether blocks are checkpointed); of gpt2_tied both pipeline ranks hold the embedding
 FEW = [("gpt2_tied", "1f1b", True)]

@@ -11,7 +11,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 import smpc.v1 as smp
-from smpc.sharding.tensors import local
+from smpc.sharding.dtensors import local
 
 STEPS, HUGE = 6, (2, 4)
 DYNAMIC = {"static_loss_scale": None, "dynamic_loss_scale": True, "init_scale": 2.0**12, "scale_window": 2}

@@ -11,7 +11,7 @@ from precision_jobs import SAMPLES, Job, batch, differences, gain_at, make_model
 from torch import nn
 
 import smpc.v1 as smp
-from smpc.sharding.tensors import whole
+from smpc.sharding.dtensors import whole
 
 MB, STEPS = 8, 3
 HALF = {"fp16": torch.float16, "bf16": torch.bfloat16}

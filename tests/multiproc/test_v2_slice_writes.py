@@ -14,7 +14,7 @@ from transformed import EXPERTS, SHARED, WITH_TENSOR, batch, build, loss_of_mode
 
 import smpc.v2 as tsm
 from smpc.errors import UsageError
-from smpc.v2.transforming.slices import slices_of
+from smpc.v2.transforming.transformed_slices import slices_of
 
 LEFT_OUT = ("grad", "total(", 'f"', "for expert")
 MATRIX = "gpt_neox", "gpt_neox.layers.1.mlp.dense_h_to_4h.weight", test_slice_writes

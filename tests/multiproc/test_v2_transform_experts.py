@@ -25,7 +25,7 @@ import smpc.v2 as tsm
 from smpc.v2.grad_norm import clip_grad_norm_
 from smpc.v2.moe.moe_config import MoEConfig
 from smpc.v2.moe.moe_layer import MoELayer
-from smpc.v2.transforming.slices import slices_of
+from smpc.v2.transforming.transformed_slices import slices_of
 
 
 def experts_from_rank0(rank, channel):

@@ -10,7 +10,7 @@ import smpc.tensor_parallel
 import smpc.v1 as smp
 from smpc.errors import UsageError
 from smpc.executor.collectives import TensorGroup
-from smpc.sharding.tensors import whole
+from smpc.sharding.dtensors import whole
 
 IDS = (torch.arange(32) % 10).view(4, 8)
 SEED = 5

@@ -20,10 +20,10 @@ from smpc.codegen.rewrite.tensor_parallel.layouts import REPLICATED
 from smpc.compile import compile_model
 from smpc.errors import ConfigError
 from smpc.executor.collectives import TensorGroup
-from smpc.executor.replicas.apart import ExpertReplicas
+from smpc.executor.parameter_slices import whole_of
 from smpc.executor.replicas.data_parallel import StageReplicas
+from smpc.executor.replicas.divided_modules import ExpertReplicas
 from smpc.executor.replicas.fully_shard import StageShards
-from smpc.executor.sharded_state import whole_of
 from smpc.executor.transport.gloo import GlooTransport
 from smpc.expert_parallel import shard
 from smpc.experts.stacked import take_role
@@ -32,7 +32,7 @@ from smpc.mesh.device_mesh import device_mesh, make_groups
 from smpc.mesh.mesh import Degrees
 from smpc.runtime import Runtime
 from smpc.v2.tensor_parallel.transformer import TransformerLayer
-from smpc.v2.transforming.slices import slices_of
+from smpc.v2.transforming.transformed_slices import slices_of
 
 STEPS, MICROBATCHES, BATCH, LENGTH, VOCABULARY = 4, 2, 4, 16, 64
 SIZES = {

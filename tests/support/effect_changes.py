@@ -22,7 +22,7 @@ from torch import nn
 from smpc.compile import compile_plan
 from smpc.errors import SmpcError, StepError
 from smpc.partitioner.keep_assignment import follow
-from smpc.partitioner.solve import plan_from_assignment
+from smpc.partitioner.planner import plan_from_assignment
 from smpc.runtime import LoopbackRuntime
 from smpc.tracer.attempt import RecordingRequest
 from smpc.tracer.record import record_guarded

@@ -14,7 +14,7 @@ from smpc.codegen.schedules.named import Choice
 from smpc.compile import Compilation, compile_plan
 from smpc.errors import PartitionError, TraceError
 from smpc.partitioner.graph.plan import ScheduleSummary
-from smpc.partitioner.solve import plan_from_assignment
+from smpc.partitioner.planner import plan_from_assignment
 from smpc.runtime import LoopbackRuntime
 from smpc.tracer import Trace, record
 

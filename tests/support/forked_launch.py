@@ -12,11 +12,11 @@ import traceback
 from pathlib import Path
 
 from smpc.launch import worker
+from smpc.launch.failure_report import describe, headline_of_failure
 from smpc.launch.job import Job, _job_commands
 from smpc.launch.output import OutputOptions, RankOutput
 from smpc.launch.processes import Processes, _Rank
 from smpc.launch.rendezvous import Failure, Rendezvous, listen
-from smpc.launch.report import describe, headline_of_failure
 from smpc.places import LOOPBACK
 
 

@@ -5,7 +5,7 @@ import math
 import optimizer_rules as rules
 import torch
 
-from smpc.kernels.launch.runtime import Backend, backend
+from smpc.kernels.launch.backend import Backend, backend
 from smpc.optimizers import FusedAdamW, FusedLamb, FusedNovoGrad, clip_grad_norm_, global_norm
 
 # Chunks are 16384 elements, blocks 2048: ends before, on and after both; many small ones, empty ones, scalars.

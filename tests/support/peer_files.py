@@ -19,7 +19,7 @@ from composer.utils.parallelism import FSDP2Config  # noqa: E402
 
 from smpc import composer as own  # noqa: E402
 from smpc import dist  # noqa: E402
-from smpc.sharding.tensors import whole  # noqa: E402
+from smpc.sharding.dtensors import whole  # noqa: E402
 
 FOLDER = sys.argv[1]
 NAMES = {"whole": "ep0-ba2-rank0.pt", "sharded": "ep0-ba2"}

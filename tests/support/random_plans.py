@@ -9,7 +9,7 @@ from smpc.codegen.schedules.named import Choice
 from smpc.compile import Compilation, compile_plan
 from smpc.partitioner.graph.plan import ScheduleSummary
 from smpc.partitioner.graph.trace_graph import build_graph, check_assignment, condense, find_clusters
-from smpc.partitioner.solve import plan_from_assignment
+from smpc.partitioner.planner import plan_from_assignment
 from smpc.tracer import Trace
 
 

@@ -22,8 +22,8 @@ import torch
 from tensor_ranks import run_ranks, tensor_groups
 
 from smpc.codegen.rewrite.opened_attention import open_attention
-from smpc.codegen.rewrite.tensor_parallel.search import choose
-from smpc.compile.experts import find_sharing_plan
+from smpc.codegen.rewrite.tensor_parallel.choose_layouts import choose
+from smpc.compile.divided_experts import find_sharing_plan
 from smpc.errors import SmpcError
 from smpc.recorded_module import record_modes
 from smpc.tensor_parallel import ShardedModule

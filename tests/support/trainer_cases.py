@@ -6,7 +6,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from smpc import dist
 from smpc.composer import ComposerModel, Trainer
-from smpc.sharding.tensors import whole
+from smpc.sharding.dtensors import whole
 
 NUM_SAMPLES, WIDTH, CLASSES = 16, 8, 4
 

@@ -41,7 +41,7 @@ from smpc.tracer.constants import references
 from smpc.tracer.effects import differentiation, randomness, torch_calls
 from smpc.tracer.ir import Node, StateSpec
 from smpc.tracer.operations.whole_call import Run, WholeCall
-from smpc.tracer.recording.nodes import OpenCall
+from smpc.tracer.recording.node_tables import OpenCall
 from smpc.tracer.recording.untraceable import current_line
 from smpc.tracer.state.attribute_memory import Extent, Keeping
 from smpc.tracer.state.fakes import FakeState

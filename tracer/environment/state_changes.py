@@ -51,8 +51,8 @@ from smpc.tracer.environment.process_questions import CACHE
 from smpc.tracer.environment.value_snapshots import Never
 from smpc.tracer.input_guards import NoAnswerError, is_fixed, values_of
 from smpc.tracer.ir import Node, NodeKind, Trace
-from smpc.tracer.operations.values import SizeAskedError
-from smpc.tracer.recording.nodes import is_within
+from smpc.tracer.operations.value_queries import SizeAskedError
+from smpc.tracer.recording.node_tables import is_within
 from smpc.tracer.recording.untraceable import UntraceableError, has_users_hook
 from smpc.tracer.state.fakes import untrained
 

@@ -17,7 +17,7 @@ from smpc.tracer.ir import Node, NodeKind
 from smpc.tracer.operations.meter import touched_bytes
 from smpc.tracer.operations.opaque import Probe, Probes, fake_of, shape_rule
 from smpc.tracer.operations.whole_call import WholeAttributes, WholeCall
-from smpc.tracer.recording.nodes import Identities, NodeNames
+from smpc.tracer.recording.node_tables import Identities, NodeNames
 from smpc.tracer.recording.untraceable import innermost_line
 from smpc.tracer.structure import flatten
 

@@ -1,7 +1,7 @@
 """The recorder's notebook: every torch call and module call of one run over fake tensors becomes a node or a span.
 
 `Recorder` is a TorchFunctionMode; `smpc.tracer.record` sets the stage for it. Tensors are identified by id
-(`smpc.tracer.recording.nodes`). In-place writes of a call are found by comparing tensors' version counters around it.
+(`smpc.tracer.recording.node_tables`). In-place writes of a call are found by comparing tensors' version counters around it.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from smpc.tracer.input_guards import Answers, Questions, is_fixed
 from smpc.tracer.ir import STRIDED_VIEW, ModuleCall, Node, NodeKind, TensorSpec, Trace, strided_view_arguments
 from smpc.tracer.operations.left_behind import LeftBehind
 from smpc.tracer.operations.meter import WAY_OUT, DtypeError, Meter, moved_bytes
-from smpc.tracer.operations.values import (
+from smpc.tracer.operations.value_queries import (
     REQUIRE,
     UNTRACEABLE,
     DataSized,
@@ -44,7 +44,7 @@ from smpc.tracer.operations.values import (
 )
 from smpc.tracer.patches import is_higher_order, run_higher_order
 from smpc.tracer.recording.leaf_calls import LeafCalls
-from smpc.tracer.recording.nodes import (
+from smpc.tracer.recording.node_tables import (
     AttributeWrites,
     Identities,
     NodeNames,

@@ -18,7 +18,7 @@ from smpc.tracer.effects import torch_calls
 from smpc.tracer.effects.randomness import HOLD_GENERATOR
 from smpc.tracer.ir import Node, NodeKind, TensorSpec
 from smpc.tracer.operations.left_behind import RETURN_IT
-from smpc.tracer.recording.nodes import Identities, NodeNames
+from smpc.tracer.recording.node_tables import Identities, NodeNames
 from smpc.tracer.recording.untraceable import UntraceableError
 
 if TYPE_CHECKING:

@@ -49,9 +49,10 @@ from smpc.codegen.rewrite.context_parallel.rules import (
     is_causal,
     of_tokens,
 )
-from smpc.codegen.rewrite.kernels.graph import NodeUsers, Refusal, Replacement, Rewrite
+from smpc.codegen.rewrite.kernels.pattern_graph import NodeUsers, Refusal, Replacement, Rewrite
 from smpc.codegen.rewrite.kernels.patterns import flash_attention
 from smpc.codegen.rewrite.kernels.rewrite import rewrite_kernels
+from smpc.codegen.rewrite.tensor_parallel.choose_layouts import ShardingChoice, choose
 from smpc.codegen.rewrite.tensor_parallel.layout_problem import Weights
 from smpc.codegen.rewrite.tensor_parallel.layouts import Layout, LayoutKind
 from smpc.codegen.rewrite.tensor_parallel.rewrite import (
@@ -64,7 +65,6 @@ from smpc.codegen.rewrite.tensor_parallel.rewrite import (
     rewrite,
 )
 from smpc.codegen.rewrite.tensor_parallel.rules import strategies
-from smpc.codegen.rewrite.tensor_parallel.search import ShardingChoice, choose
 from smpc.codegen.rewrite.tensor_parallel.strategy import Facts, Strategy, argument, of_module, short_name
 from smpc.config.planner import CONTEXT_LAYOUTS, CONTEXT_METHODS
 from smpc.errors import ConfigError

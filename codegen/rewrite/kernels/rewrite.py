@@ -8,7 +8,7 @@ Each rewrite (`REWRITES`) proposes replacements by how nodes are connected, neve
 
     - nothing else reads what it replaces inside, and nothing writes in place meanwhile
     - all of it runs under one grad mode, without autocast of its own, and within the same checkpointed regions
-    - both sides compute the same on random numbers, with the same gradients (`check`)
+    - both sides compute the same on random numbers, with the same gradients (`prove_replacement`)
     - the result has the spec of what it replaces, and its layout (`measure`)
 
 and otherwise refused, with the reason. The new nodes carry measured FLOPs, bytes and saved storages.
@@ -40,12 +40,20 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.autograd.graph import saved_tensors_hooks
 
-from smpc.codegen.rewrite.kernels.check import Checker
-from smpc.codegen.rewrite.kernels.graph import GUARD, OUTPUT, KernelCall, NodeUsers, Refusal, Replacement, Rewrite
+from smpc.codegen.rewrite.kernels.pattern_graph import (
+    GUARD,
+    OUTPUT,
+    KernelCall,
+    NodeUsers,
+    Refusal,
+    Replacement,
+    Rewrite,
+)
 from smpc.codegen.rewrite.kernels.patterns import bias_dropout_add, flash_attention, rotary
 from smpc.codegen.rewrite.kernels.patterns.activations import BIAS_GELU, SWIGLU
 from smpc.codegen.rewrite.kernels.patterns.cross_entropy import CROSS_ENTROPY, LINEAR_CROSS_ENTROPY
 from smpc.codegen.rewrite.kernels.patterns.norms import ADD_NORM, LAYER_NORM, RMS_NORM
+from smpc.codegen.rewrite.kernels.prove_replacement import Checker
 from smpc.errors import ConfigError
 from smpc.kernels.setting import OPERATIONS, KernelUse, faults_of, wanted
 from smpc.tracer import targets

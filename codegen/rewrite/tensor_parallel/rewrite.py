@@ -34,6 +34,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd.graph import saved_tensors_hooks
 
+from smpc.codegen.rewrite.tensor_parallel.choose_layouts import ShardingChoice
 from smpc.codegen.rewrite.tensor_parallel.layouts import (
     BROADCAST,
     PARTIAL,
@@ -46,7 +47,6 @@ from smpc.codegen.rewrite.tensor_parallel.layouts import (
     sent_bytes,
 )
 from smpc.codegen.rewrite.tensor_parallel.rules import localised
-from smpc.codegen.rewrite.tensor_parallel.search import ShardingChoice
 from smpc.codegen.rewrite.tensor_parallel.strategy import Facts, Strategy, argument, draws, short_name
 from smpc.config.numbers import format_bytes
 from smpc.errors import CodegenError

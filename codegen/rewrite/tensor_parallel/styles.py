@@ -4,7 +4,7 @@
 
 A pattern names modules (or parameters), a `*` stands for one or more parts of a name's characters without a dot. It may leave out the
 beginning of the name. Parameters that no pattern names stay whole. The rest of the layouts follows from these by the search of
-`smpc.codegen.rewrite.tensor_parallel.search`, so every plan is correct; one that does not fit together costs collectives.
+`smpc.codegen.rewrite.tensor_parallel.choose_layouts`, so every plan is correct; one that does not fit together costs collectives.
 
     style            weight of a linear layer                    of an embedding     bias
     colwise          sharded by outputs                          by channels         sharded
@@ -25,14 +25,14 @@ from types import MappingProxyType
 
 from torch import nn
 
+from smpc.codegen.rewrite.tensor_parallel.choose_layouts import ShardingChoice, choose
 from smpc.codegen.rewrite.tensor_parallel.fused_experts import FusedExperts, fused_experts
 from smpc.codegen.rewrite.tensor_parallel.layout_problem import Weights
 from smpc.codegen.rewrite.tensor_parallel.layouts import PARTIAL, REPLICATED, Layout, LayoutKind
-from smpc.codegen.rewrite.tensor_parallel.search import ShardingChoice, choose
 from smpc.codegen.rewrite.tensor_parallel.strategy import Facts, Strategy, short_name
-from smpc.config.files import parse_json, read_text
 from smpc.config.numbers import shown
-from smpc.errors import ConfigError
+from smpc.config.user_files import parse_json, read_text
+from smpc.errors import CodegenError, ConfigError
 from smpc.tracer.ir import Node, NodeKind, Trace
 
 AUTO, OFF, HUGGING_FACE = "auto", "off", "huggingface"
@@ -142,7 +142,16 @@ def choose_by_plan(
         )  # blocks alike but for that
     restriction = _Restriction(trace, plan)
     restriction.check_sizes(trace, degree)
-    return choose(trace, degree, restriction.allows, weights, share_blocks=False, facts=facts)
+    try:
+        return choose(trace, degree, restriction.allows, weights, share_blocks=False, facts=facts)
+    except CodegenError as error:
+        if plan.layouts is None:
+            raise
+        raise CodegenError(
+            f"{error}. The program of the first step has decided which slices of parameters ranks have, and another one is needed now that "
+            "cannot compute with these: let the first step be one of this kind (train() or eval(), the same inputs), or leave parameters "
+            "whole by the plan that both can use"
+        ) from None
 
 
 class _Whole:

@@ -6,8 +6,8 @@
     others.note_training(0)                     # after each step that trains
 
 Parameters of the stages that other ranks have in the program that trained, and buffers into which these write, become absent
-(`smpc.absent.tensors`): code that computes with them gets an error, and no values of before training. Another program that has them on
-this rank is refused. They stay so when the runtime is gone, and until somebody writes all of a tensor anew, as `model.load_state_dict`
+(`smpc.absent.absent_tensors`): code that computes with them gets an error, and no values of before training. Another program that has them
+on this rank is refused. They stay so when the runtime is gone, and until somebody writes all of a tensor anew, as `model.load_state_dict`
 does.
 """
 
@@ -19,7 +19,7 @@ from dataclasses import dataclass
 
 from torch import Tensor, nn
 
-from smpc.absent.tensors import Absent, AbsentPlace, AbsentTexts, mark
+from smpc.absent.absent_tensors import Absent, AbsentPlace, AbsentTexts, mark
 from smpc.compile.result import Compilation
 from smpc.errors import UsageError
 from smpc.tracer.state.state_use import StateUse

@@ -18,10 +18,10 @@ from types import MappingProxyType
 
 import torch
 
+from smpc.calibration.communication import Wires, assumed, measure_host, measure_wires
+from smpc.calibration.measuring_processes import CalibrationRanks
 from smpc.calibration.operations import Rates, measure, rates, repeated, views
 from smpc.calibration.programs import measure_programs
-from smpc.calibration.ranks import CalibrationRanks
-from smpc.calibration.wires import Wires, assumed, measure_host, measure_wires
 from smpc.errors import ConfigError
 from smpc.partitioner.costs.device import ALL, NONE, Curve, Device, Kernels, Wire
 

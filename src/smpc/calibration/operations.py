@@ -25,10 +25,10 @@ from typing import TypeVar
 import numpy as np
 import torch
 
+from smpc.calibration.measuring_processes import CalibrationRanks
 from smpc.calibration.probes import ProbeModel, probes
-from smpc.calibration.ranks import CalibrationRanks
-from smpc.partitioner.costs.cost import NodeTimes, Work, work_of
 from smpc.partitioner.costs.device import Curve
+from smpc.partitioner.costs.node_costs import NodeTimes, Work, work_of
 from smpc.partitioner.costs.timing import Stopwatch
 from smpc.tracer import record
 from smpc.tracer.ir import Trace

@@ -36,17 +36,17 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 import smpc.v1 as smp
+from smpc.calibration.communication import Wires
+from smpc.calibration.measuring_processes import CalibrationRanks
 from smpc.calibration.operations import steady
 from smpc.calibration.probes import ProbeModel, TextProbe, probes
-from smpc.calibration.ranks import CalibrationRanks
-from smpc.calibration.wires import Wires
 from smpc.compile import compile_model
+from smpc.executor.split_backward.deferred_calls import Pending
 from smpc.executor.split_backward.intercept import Deferral
-from smpc.executor.split_backward.pending import Pending
 from smpc.executor.transport.loopback import loopback_transports
-from smpc.partitioner.costs.collectives import CollectiveKind
-from smpc.partitioner.costs.cost import deferred_of
+from smpc.partitioner.costs.collective_times import CollectiveKind
 from smpc.partitioner.costs.device import NONE, Curve, at
+from smpc.partitioner.costs.node_costs import deferred_of
 from smpc.partitioner.costs.operation_kinds import broader_name, name_of
 from smpc.runtime import Runtime
 from smpc.sample_inputs import Inputs

@@ -7,8 +7,8 @@ from typing import Annotated
 
 import typer
 
-from smpc.config.files import output_violation
 from smpc.config.numbers import MAX_LOCAL_RANKS, shown
+from smpc.config.user_files import output_violation
 from smpc.errors import ConfigError
 
 _SECONDS = (5.0, 3600.0)

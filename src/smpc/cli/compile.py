@@ -19,9 +19,9 @@ from smpc.cli.terminal import Show, clear_lines, progress
 from smpc.cli.verify import verify_programs
 from smpc.compile.keys import CompilationKeys
 from smpc.config import Config
-from smpc.config.files import output_violation
 from smpc.config.key import keys_of
 from smpc.config.numbers import MAX_MICROBATCHES, MAX_WORLD_SIZE, shown
+from smpc.config.user_files import output_violation
 from smpc.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -168,7 +168,7 @@ def _compile_target(
     with _loaded_target(target, specs, real=verify) as (model, sample_inputs, show):
         if _is_half(settings):
             from smpc.v1.session.precision import cast_module, half_dtype
-            from smpc.v1.steps.calls import cast_inputs
+            from smpc.v1.steps.model_calls import cast_inputs
 
             cast_module(model, half_dtype(settings))
             sample_inputs = cast_inputs(sample_inputs, half_dtype(settings))
@@ -230,7 +230,7 @@ def _check_names(target: str, settings: Config, given: dict[str, Any]) -> None:
     """Raise ConfigError for what is wrong whatever the model is, before torch is imported, which takes seconds."""
     from smpc.config.numbers import parse_bytes
     from smpc.partitioner.costs.device_file import find_devices
-    from smpc.partitioner.costs.optimizers import find_optimizer
+    from smpc.partitioner.costs.named_optimizers import find_optimizer
 
     wrong = [
         f"{field.name}: expected one of {', '.join(known.options)}, found {shown(value)}"

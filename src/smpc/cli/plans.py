@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from smpc.config.files import MAX_PLAN_BYTES, parse_json, read_text
 from smpc.config.numbers import MAX_MICROBATCHES, MAX_PIPELINE_RANKS, MAX_STEPS, shown, size_violation
+from smpc.config.user_files import MAX_PLAN_BYTES, parse_json, read_text
 from smpc.errors import ConfigError, printable
 
 if TYPE_CHECKING:
@@ -189,7 +189,7 @@ def simulate_command(
 def _prediction_of_written_plan(label: str, plan: Plan) -> tuple[str, ...]:
     """A row of the table: what is predicted of a plan."""
     from smpc.report.format import count, format_bytes, format_time, schedule_name
-    from smpc.report.memory import memory_curves
+    from smpc.report.memory_curve import memory_curves
     from smpc.report.predict import plan_timeline
 
     summary = plan.schedule

@@ -26,8 +26,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from smpc.aliasing import VARIABLE
-from smpc.config.files import output_violation
 from smpc.config.numbers import shown
+from smpc.config.user_files import output_violation
 from smpc.errors import ConfigError
 from smpc.launch.job import Job, default_num_ranks, launch
 from smpc.launch.nodes import NodeOptions

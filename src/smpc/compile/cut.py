@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from smpc.codegen.buffers import messages_by_action
+from smpc.codegen.message_buffers import messages_by_action
 from smpc.codegen.offload import action_uses, resident
 from smpc.codegen.program import Channel, Schedule, peaks
 from smpc.codegen.schedules.named import SCHEDULES, Choice
@@ -25,16 +25,16 @@ from smpc.compile.options import PipelineOptions
 from smpc.compile.result import Compilation, Traced
 from smpc.config.numbers import at_least
 from smpc.errors import MemoryLimitError, PartitionError
-from smpc.partitioner.costs.cost import CostModel
 from smpc.partitioner.costs.device import Device
+from smpc.partitioner.costs.node_costs import CostModel
 from smpc.partitioner.costs.timing import parameter_times
 from smpc.partitioner.graph.plan import HostLink, Plan, ScheduleSummary
 from smpc.partitioner.heterogeneous import on_devices, solve_mixed
 from smpc.partitioner.keep_assignment import fits, follow
 from smpc.partitioner.manual import assign_manually
-from smpc.partitioner.memory.deferred import ActionUse
+from smpc.partitioner.memory.memory_by_action import ActionUse
 from smpc.partitioner.memory.peak import Resident
-from smpc.partitioner.solve import check_peaks, plan_from_assignment, rank_peaks, solve_partition, with_note
+from smpc.partitioner.planner import check_peaks, plan_from_assignment, rank_peaks, solve_partition, with_note
 from smpc.tracer.ir import Trace
 
 _HOPELESS = 1.5  # of the memory that there is: where contiguous cuts need more, no other way to cut fits
@@ -74,7 +74,7 @@ class Cut:
         return cls(traced, options, choice, by_size)
 
     def plan(self, prove: bool) -> Plan:
-        """The plan, whose schedule has no times yet. `prove`: see `smpc.partitioner.solve`."""
+        """The plan, whose schedule has no times yet. `prove`: see `smpc.partitioner.planner`."""
         options = self.options
         if self.assignment is None:
             plan = self._solved(prove)

@@ -16,7 +16,7 @@ from smpc.config.planner import CONTEXT_LAYOUTS, CONTEXT_METHODS, PlannerKeys
 
 if TYPE_CHECKING:
     from smpc.partitioner.costs.device import Device
-    from smpc.partitioner.costs.optimizers import Optimizer
+    from smpc.partitioner.costs.named_optimizers import Optimizer
     from smpc.partitioner.manual import ManualPartition
 
 

@@ -30,10 +30,10 @@ from smpc.config.planner import PlannerKeys
 from smpc.errors import ConfigError, SmpcError
 from smpc.kernels.setting import faults_of
 from smpc.mesh import Axis, Mesh
-from smpc.partitioner.costs.cost import CostModel, NodeTimes, times_with_collectives
 from smpc.partitioner.costs.device import Device, Group
 from smpc.partitioner.costs.device_file import find_devices
-from smpc.partitioner.costs.optimizers import Optimizer, find_optimizer
+from smpc.partitioner.costs.named_optimizers import Optimizer, find_optimizer
+from smpc.partitioner.costs.node_costs import CostModel, NodeTimes, times_with_collectives
 from smpc.tracer.ir import Trace
 
 F = TypeVar("F", bound=Callable[..., Any])

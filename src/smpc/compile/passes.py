@@ -37,22 +37,22 @@ from smpc.codegen.rewrite.tensor_parallel.expert_rules import whole_expert_rules
 from smpc.codegen.rewrite.tensor_parallel.rewrite import RING, rewrite
 from smpc.codegen.rewrite.tensor_parallel.strategy import Facts, Rule
 from smpc.codegen.rewrite.tensor_parallel.styles import StylePlan, choose_by_plan
-from smpc.codegen.ring import prove_ring
+from smpc.codegen.ring_order import prove_ring
 from smpc.codegen.schedules.named import evaluation
 from smpc.codegen.simulate import simulate_plan
 from smpc.codegen.split import plan_channels, split
 from smpc.codegen.verify import verify_programs
 from smpc.compile.cut import Cut, schedule_of
-from smpc.compile.exchange import StepSurroundings, with_exchanges
 from smpc.compile.options import PipelineOptions, asked_of, takes_options
+from smpc.compile.replica_traffic import StepSurroundings, with_exchanges
 from smpc.compile.result import Compilation, Planned, Traced
 from smpc.errors import ConfigError, PartitionError
 from smpc.kernels.setting import wanted
-from smpc.partitioner.costs.cost import NodeTimes, node_times
+from smpc.partitioner.costs.node_costs import NodeTimes, node_times
 from smpc.partitioner.costs.timing import measure_times, measure_workspace
 from smpc.partitioner.graph.plan import Plan, plan_warnings
-from smpc.partitioner.graph.recompute import changing_parameters
-from smpc.partitioner.solve import with_size_note
+from smpc.partitioner.graph.recompute_regions import changing_parameters
+from smpc.partitioner.planner import with_size_note
 from smpc.sample_inputs import Inputs, as_inputs, first_microbatch
 from smpc.tracer.attempt import RecordingRequest
 from smpc.tracer.ir import Trace
@@ -78,7 +78,7 @@ class Sharing:
         degree, plan = options.tensor_parallel_degree, options.tensor_parallel_plan
         outputs = options.tensor_parallel_outputs
         if degree > 1:
-            from smpc.compile.experts import find_sharing_plan  # see `record_and_rewrite`
+            from smpc.compile.divided_experts import find_sharing_plan  # see `record_and_rewrite`
 
             return cls(degree, find_sharing_plan(model, plan), outputs)
         if plan not in ("auto", "off") or (outputs is not None and options.context_parallel_degree == 1):
@@ -172,7 +172,7 @@ def _experts_of(model: nn.Module, options: PipelineOptions) -> tuple[Experts, ..
     """The experts that expert-parallel ranks divide."""
     if options.expert_parallel_degree == 1:
         return ()
-    from smpc.compile.experts import experts_to_divide  # and what trains them, which takes a second
+    from smpc.compile.divided_experts import experts_to_divide  # and what trains them, which takes a second
 
     return experts_to_divide(model, options.expert_parallel_degree)
 
@@ -339,7 +339,7 @@ def _name_outputs(trace: Trace, sharing: Sharing | ContextSharing) -> Trace:
 
 
 def _prove_rings(shared: ContextTrace) -> None:
-    """ScheduleError unless the ring of every attention that goes around in one works: see `smpc.codegen.ring`."""
+    """ScheduleError unless the ring of every attention that goes around in one works: see `smpc.codegen.ring_order`."""
     rings = (node for node in shared.sharded.trace.nodes if node.target == f"{TENSOR_OPS}.{RING}")
     for causal in sorted({bool(dict(node.kwargs).get("causal", False)) for node in rings}):
         _prove_ring(shared.sharded.degree, causal, shared.layout == ZIGZAG)

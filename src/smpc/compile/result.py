@@ -22,8 +22,8 @@ from smpc.codegen.rewrite.tensor_parallel.rewrite import ShardedTrace
 from smpc.codegen.simulate import Timeline, simulate_plan, timeline_text
 from smpc.config.keep import MOST_PARAMETERS, SMALL_PARAMETERS
 from smpc.kernels.setting import KernelUse
-from smpc.partitioner.costs.cost import NodeTimes
-from smpc.partitioner.costs.optimizers import Optimizer
+from smpc.partitioner.costs.named_optimizers import Optimizer
+from smpc.partitioner.costs.node_costs import NodeTimes
 from smpc.partitioner.graph.plan import Plan
 from smpc.tracer.environment.environment_guards import Environment
 from smpc.tracer.ir import Trace
@@ -45,7 +45,7 @@ class Traced:
     apart: tuple[frozenset[str], Optimizer] | None = (
         None  # experts that were divided before recording, by name, and what the optimizer keeps of them
     )
-    sends_batch: bool = False  # in a script: see `smpc.partitioner.costs.cost`
+    sends_batch: bool = False  # in a script: see `smpc.partitioner.costs.node_costs`
     batches: tuple[int, ...] = ()  # in a script
     casts: bool = False  # in a script
     keeps_outputs: bool = False  # in a script without a program

@@ -7,7 +7,7 @@
     model            ComposerModel: forward, loss, eval_forward
     duration         `4ba`, `160ep`: how long, how often; the Timestamp
     microbatches     cuts batches; a mean over samples, however they are cut
-    step             one batch on all ranks: microbatches, automatic sizes, averages
+    batch_step       one batch on all ranks: microbatches, automatic sizes, averages
     checkpoint       files of a run: whole or sharded, resumed on any number of ranks
 
 All it does is public in the parts: `smpc.dist`, `smpc.fsdp`. `smpc.composer.utils.dist` is `smpc.dist`.

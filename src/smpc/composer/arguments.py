@@ -16,10 +16,10 @@ from torch.utils.data.distributed import DistributedSampler
 
 from smpc import dist
 from smpc.checkpoint.torch_format.file_systems import file_system_of, is_url
+from smpc.composer.checkpoint_folder import named
 from smpc.composer.checkpoint_readers import find_checkpoint
 from smpc.composer.duration import Duration
 from smpc.composer.model import ComposerModel
-from smpc.composer.saving import named
 from smpc.errors import CheckpointError, ConfigError, ConfigTypeError, ConfigUnsupportedError
 from smpc.fsdp import FSDPConfig, TensorConfig, translate
 from smpc.fsdp.meshes import check_name as check_group

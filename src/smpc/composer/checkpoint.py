@@ -47,7 +47,7 @@ from smpc.composer.duration import Timestamp
 from smpc.composer.model import ComposerModel
 from smpc.composer.storage import decoded, encodable, encoded
 from smpc.errors import CheckpointError
-from smpc.sharding.tensors import local, sharded_like, whole
+from smpc.sharding.dtensors import local, sharded_like, whole
 
 
 @dataclass(slots=True)

@@ -33,8 +33,8 @@ from smpc.checkpoint.torch_format.reader import TorchFormatReader as FolderFiles
 from smpc.composer import storage
 from smpc.composer.duration import Timestamp
 from smpc.errors import CheckpointError
+from smpc.sharding.dtensors import local, own_part_of_sharded
 from smpc.sharding.shard import Incoming
-from smpc.sharding.tensors import local, own_part_of_sharded
 
 _METADATA = ".metadata"
 _PREFIX = "state."

@@ -19,16 +19,16 @@ from smpc import dist
 from smpc.checkpoint.rng import capture_rng, restore_rng
 from smpc.composer import arguments as checked
 from smpc.composer import checkpoint
+from smpc.composer.batch_step import Stepper
 from smpc.composer.checkpoint import LossScale, State
+from smpc.composer.checkpoint_folder import SaveSettings, named
 from smpc.composer.checkpoint_readers import open_checkpoint
 from smpc.composer.duration import Duration
 from smpc.composer.microbatches import check_alike, check_same_batch, moved, num_samples, share_random_state
 from smpc.composer.model import ComposerModel
-from smpc.composer.saving import SaveSettings, named
-from smpc.composer.step import Stepper
 from smpc.errors import CheckpointError, ConfigError, UsageError
 from smpc.fsdp import prepare
-from smpc.sharding.agreement import Agreement
+from smpc.sharding.out_of_memory import Agreement
 
 _END = object()
 

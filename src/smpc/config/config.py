@@ -6,7 +6,7 @@ Terms
              then `overrides` (command-line options), then the JSON object in the environment variable
              SM_HP_MP_PARAMETERS
 
-`smpc.config.report` describes sources, `smpc.config.rules` has the rules between keys. Booleans may be 0 and 1.
+`smpc.config.violations` describes sources, `smpc.config.rules` has the rules between keys. Booleans may be 0 and 1.
 
     >>> config = Config.parse({"partitions": 2, "microbatches": 4, "ddp": True})
     >>> config.pipeline_parallel_degree, config.active_microbatches, config.memory_weight
@@ -35,8 +35,8 @@ from smpc.config.keep import MOST_PARAMETERS, SMALL_PARAMETERS
 from smpc.config.key import Key, key, restated
 from smpc.config.numbers import MAX_BYTES, MAX_COUNT, MAX_LOCAL_RANKS, MAX_RANKS, MAX_SECONDS, MAX_SEED, shown
 from smpc.config.planner import PlannerKeys
-from smpc.config.report import Report, Schema, read_file
 from smpc.config.rules import MODULES, broken_rules
+from smpc.config.violations import Report, Schema, read_file
 
 PLACEMENT_STRATEGIES = ("cluster", "spread", "PDT", "PTD", "DPT", "DTP", "TPD", "TDP")
 _ALIASES = {"partitions": "pipeline_parallel_degree", "_prescaled_batch": "prescaled_batch"}

@@ -31,7 +31,7 @@ from torch import Tensor
 
 from smpc.errors import ConfigError, UsageError
 from smpc.executor.collectives import TensorGroup, gather_in, gathered, reduce_scatter
-from smpc.experts.linear import collected, inverse, permuted, spread_rows
+from smpc.experts.expert_linear import collected, inverse, permuted, spread_rows
 from smpc.experts.shuffle import ShuffleTraffic, exchange_rows
 
 _DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)

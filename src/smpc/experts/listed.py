@@ -9,7 +9,7 @@ The block may loop over experts, skip those without tokens, sort, or call all: i
 So ranks may call different experts, in any order, and none. What the first run changes is undone or kept from happening: random numbers are
 drawn again from the same state, buffers get their values back, inputs are copied, and forward hooks inside of the block are called in the
 second run alone. UsageError if the runs pass different rows: then what one expert gets depends on what another returned, and these are no
-experts. An expert must treat every row alike, whatever the others are, and take nothing but rows: `smpc.experts.confirm` tries it.
+experts. An expert must treat every row alike, whatever the others are, and take nothing but rows: `smpc.experts.confirm_cut` tries it.
 
 The modules of the experts stay where they are. Those of other ranks have no parameters: under their names are tensors on the meta device.
 Whoever `keeps` their parameters leaves nothing in them (no rows), and they stay the objects that optimizers know.
@@ -39,9 +39,9 @@ from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 from smpc.errors import TraceError, UsageError
 from smpc.executor.collectives import TensorGroup, sum_over
 from smpc.experts.dispatch import capacity_of, combine, dispatch, owned
-from smpc.experts.linear import scale_gradient, touched
+from smpc.experts.expert_linear import scale_gradient, touched
+from smpc.experts.find_experts import LEAVE_WHOLE, Listed
 from smpc.experts.stacked import Options, take_role
-from smpc.experts.structure import LEAVE_WHOLE, Listed
 from smpc.sharding.backwards import is_in_backward
 from smpc.tracer import mark_leaf
 

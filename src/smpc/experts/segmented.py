@@ -23,9 +23,9 @@ from torch import Tensor, nn
 
 from smpc.errors import UsageError
 from smpc.executor.collectives import TensorGroup, all_reduce, replicate_in
-from smpc.experts.confirm import copy_with_experts, counting_attributes, invented_parameters
+from smpc.experts.confirm_cut import copy_with_experts, counting_attributes, invented_parameters
+from smpc.experts.find_experts import Stacked
 from smpc.experts.stacked import counting
-from smpc.experts.structure import Stacked
 
 _SIZES = (2, 0, 3, 1)  # rows of invented experts
 

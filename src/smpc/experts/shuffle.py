@@ -23,7 +23,7 @@ from torch import Tensor
 
 from smpc.errors import UsageError
 from smpc.executor.collectives import TensorGroup, collective, gathered
-from smpc.experts.linear import permuted, unpermuted
+from smpc.experts.expert_linear import permuted, unpermuted
 
 
 @dataclass(frozen=True, slots=True)

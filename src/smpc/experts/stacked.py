@@ -25,13 +25,13 @@ from torch import Tensor, nn
 from smpc.codegen.rewrite.expert_parallel import PARTS, SLICES
 from smpc.errors import UsageError
 from smpc.executor.collectives import TensorGroup
-from smpc.executor.sharded_state import replacement
-from smpc.experts.confirm import Confirmed
+from smpc.executor.parameter_slices import replacement
+from smpc.experts.confirm_cut import Confirmed
 from smpc.experts.dispatch import capacity_of, combine, dispatch, owned
-from smpc.experts.linear import scale_gradient
+from smpc.experts.expert_linear import scale_gradient
+from smpc.experts.find_experts import LEAVE_WHOLE
 from smpc.experts.outside_uses import OutsideUses
 from smpc.experts.routers import round_robin_route
-from smpc.experts.structure import LEAVE_WHOLE
 from smpc.tracer import register_shape_rule
 from smpc.tracer.recording.recorder import current_recorder
 

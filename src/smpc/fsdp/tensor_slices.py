@@ -27,7 +27,7 @@ from smpc import dist
 from smpc.dist.rank_and_size import known_local_size
 from smpc.errors import ConfigError, ConfigTypeError, ConfigUnsupportedError, StepError
 from smpc.fsdp.config import FSDPConfig
-from smpc.sharding.tensors import local
+from smpc.sharding.dtensors import local
 
 AXIS = "tensor"
 _TOLERANCE = 1e-3  # of norms: what other orders of summation may change, and parts of a sum do not fall below

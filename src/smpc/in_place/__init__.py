@@ -13,6 +13,6 @@ it is needed, of a skeleton: the model as it is now, without wrappers, with whol
 """
 
 from smpc.in_place.forward import InPlace
-from smpc.in_place.skeleton import WholeParameter, skeleton, whole_parameters
+from smpc.in_place.model_copy import WholeParameter, skeleton, whole_parameters
 
 __all__ = ["InPlace", "WholeParameter", "skeleton", "whole_parameters"]

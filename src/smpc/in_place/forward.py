@@ -28,8 +28,7 @@ from smpc.compile.passes import plan_trace
 from smpc.compile.result import Traced
 from smpc.containers import map_tensors
 from smpc.errors import CodegenError, ConfigUnsupportedError, TraceError, UsageError
-from smpc.hooks_on_outputs import copied_outputs
-from smpc.in_place.skeleton import (
+from smpc.in_place.model_copy import (
     INSTALLED,
     WholeParameter,
     is_wrapped,
@@ -38,8 +37,9 @@ from smpc.in_place.skeleton import (
     trained_parameters,
     unwrapped,
 )
+from smpc.output_gradients import copied_outputs
 from smpc.recorded_module import OPTIONS, outputs_of
-from smpc.sharding.tensors import local
+from smpc.sharding.dtensors import local
 from smpc.tracer.attempt import RecordingRequest
 from smpc.tracer.environment.environment_guards import Environment
 from smpc.tracer.environment.memory_words import DictVersions

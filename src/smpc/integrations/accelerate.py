@@ -44,7 +44,7 @@ from torch.utils.data import DataLoader
 
 import smpc.v1 as smp
 from smpc.errors import CheckpointError, ConfigUnsupportedError, UsageError
-from smpc.integrations.rehearsal import HeardModel
+from smpc.integrations.whole_batch_check import HeardModel
 
 try:
     from accelerate import Accelerator

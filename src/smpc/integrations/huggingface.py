@@ -39,7 +39,7 @@ import smpc.v1 as smp
 from smpc.errors import ConfigError, ConfigUnsupportedError, StepError, UsageError
 from smpc.integrations.accelerate import PipelineAccelerator
 from smpc.integrations.batches import divides, joined, start, warn_of_uneven_labels
-from smpc.integrations.rehearsal import HeardModel, Rehearsal, changed, check_loss_is_mean, marks
+from smpc.integrations.whole_batch_check import HeardModel, Rehearsal, changed, check_loss_is_mean, marks
 
 try:
     from safetensors.torch import save_file

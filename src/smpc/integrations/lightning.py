@@ -17,7 +17,7 @@ Terms
     count       of a batch: what its losses are means over, rows, or labels that count. Microbatches weigh by it, so that their mean is
                 the batch's mean; a value logged with a `batch_size` is weighted by it, as in Lightning
     logged      what `self.log` is told in such a step: the batch's value, logged on every rank. It is the mean over microbatches, or their
-                sum, largest or smallest, as `reduce_fx` says, unless the rehearsal finds another (`smpc.integrations.rehearsal`)
+                sum, largest or smallest, as `reduce_fx` says, unless the rehearsal finds another (`smpc.integrations.whole_batch_check`)
 
 Files are in Lightning's format: a checkpoint has the state dict of the whole module and of its optimizer, so that
 `load_from_checkpoint`, a job on another number of ranks, or Lightning in one process reads it. The random state of every rank is beside
@@ -42,7 +42,7 @@ import smpc.v1 as smp
 from smpc.checkpoint import capture_rng, restore_rng
 from smpc.errors import ConfigUnsupportedError, StepError, UsageError
 from smpc.integrations.batches import divides, joined, microbatches_of, start, warn_of_uneven_labels
-from smpc.integrations.rehearsal import HeardModel, Rehearsal, changed, check_loss_is_mean, marks, put_together
+from smpc.integrations.whole_batch_check import HeardModel, Rehearsal, changed, check_loss_is_mean, marks, put_together
 
 try:
     from lightning.pytorch import LightningModule, Trainer

@@ -47,11 +47,11 @@ from pathlib import Path
 
 from smpc.config.numbers import MAX_LOCAL_RANKS, MAX_SECONDS, shown
 from smpc.errors import ConfigError
+from smpc.launch.failure_report import RankFailure, describe, headline_of_failure, readable
 from smpc.launch.nodes import NodeOptions, NodePlace
 from smpc.launch.output import OutputOptions, RankOutput
 from smpc.launch.processes import Processes, RankCommand
 from smpc.launch.rendezvous import Failure, Rendezvous, listen
-from smpc.launch.report import RankFailure, describe, headline_of_failure, readable
 from smpc.places import LOOPBACK, is_loopback
 
 _VARIABLE = re.compile(r"\$(?:(\w+)|\{([^}]*)\})", re.ASCII)

@@ -21,8 +21,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, BinaryIO, TextIO
 
-from smpc.config.files import output_violation
 from smpc.config.numbers import shown
+from smpc.config.user_files import output_violation
 from smpc.errors import printable
 
 CONSOLES = ("all", "first", "none")

@@ -27,8 +27,8 @@ from pathlib import Path
 from types import FrameType
 from typing import IO
 
+from smpc.launch.failure_report import RankFailure, read_report
 from smpc.launch.output import RankOutput
-from smpc.launch.report import RankFailure, read_report
 from smpc.launch.worker import GUARD_VARIABLE, LEFT
 
 LINGER_SECONDS = 1.5

@@ -186,7 +186,7 @@ class Rendezvous:
     def _serve(self, store: Store) -> None:
         if self._num_ranks < self._world_size:
             import_module(
-                "smpc.executor.failure.processes"
+                "smpc.executor.failure.process_reports"
             )  # takes seconds, in which `_publish` would not hear what another node says
         number = store.add(f"{_PREFIX}/nodes", 1) - 1
         beats: dict[int, tuple[int, float]] = {}
@@ -227,7 +227,7 @@ class Rendezvous:
         store.set(f"{_PREFIX}/failure/{number}", json.dumps(fields))
         from torch._C._distributed_c10d import PrefixStore
 
-        from smpc.executor.failure.processes import ProcessReport, publish
+        from smpc.executor.failure.process_reports import ProcessReport, publish
 
         publish(
             PrefixStore(f"{STORE_PREFIX}{self._attempt}", store),

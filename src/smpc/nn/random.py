@@ -23,7 +23,7 @@ from contextlib import AbstractContextManager, contextmanager
 import torch
 from torch import Tensor
 
-from smpc.executor.draws import seed_of
+from smpc.executor.shared_draws import seed_of
 
 _TICKETS = 2**62
 _KEPT_TICKETS = 1 << 16  # more contexts than microbatches in flight have between their forward and their backward pass

@@ -31,7 +31,7 @@ from torch.optim import Optimizer
 from smpc.errors import CheckpointError, ConfigError, ConfigTypeError
 from smpc.kernels.optimizers import Bucket, kernels_update
 from smpc.kernels.setting import used_by_default
-from smpc.kernels.shared.elements import FLOATING_DTYPES, accumulation_dtype
+from smpc.kernels.shared.tensor_checks import FLOATING_DTYPES, accumulation_dtype
 from smpc.kernels.shared.tensor_table import TableCache, same_layout
 from smpc.optimizers.norm_groups import NormGroups, ShardGroup, check_gradient, local_part
 

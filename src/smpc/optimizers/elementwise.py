@@ -84,15 +84,16 @@ def _after_steps(
 ) -> list[Tensor]:
     """What a copy of the optimizer, with its options but without its state and hooks, makes of parameters of these values.
 
-    Its lr is another: the group's may be 0 now, as at the start of a warmup.
+    Its lr is another: the group's may be 0 now, as at the start of a warmup. Optimizers inside it have these parameters, too, where they
+    share its groups.
     """
     parameters = [torch.nn.Parameter(value.clone()) for value in values]
-    trial = object.__new__(type(optimizer))
-    trial.__dict__.update(
-        {name: copy.copy(v) if isinstance(v, (dict, list)) else v for name, v in vars(optimizer).items()}
-    )
-    trial.__dict__.update(_optimizer_step_pre_hooks=OrderedDict(), _optimizer_step_post_hooks=OrderedDict())
-    trial.__dict__.update(state=defaultdict(dict), param_groups=[{**group, **_trial_lr(group), "params": parameters}])
+    tried = {**group, **_trial_lr(group), "params": parameters}
+    memo: dict[int, Any] = {id(optimizer.param_groups): [tried]}
+    for each in optimizer.param_groups:
+        memo[id(each)] = tried if each is group else {**each, "params": []}
+        memo.update({id(entry): torch.nn.Parameter(torch.zeros_like(values[0])) for entry in each["params"]})
+    trial = _copy_of(optimizer, memo)
     for step in grads:
         for parameter, grad in zip(parameters, step, strict=True):
             parameter.grad = grad.clone()
@@ -208,13 +209,8 @@ def small_copy(optimizer: Optimizer, dtype: torch.dtype, device: torch.device) -
     What the optimizer has in attributes is copied, too, so that a step of the copy reaches nothing of the original.
     """
     generator = torch.Generator().manual_seed(1)
-    trial = object.__new__(type(optimizer))
-    memo: dict[int, Any] = {id(optimizer): trial}
+    memo: dict[int, Any] = {}
     tried: list[Tensor] = []
-    for each in (optimizer, *(value for value in vars(optimizer).values() if isinstance(value, Optimizer))):
-        memo[id(each.state)] = defaultdict(dict)
-        for hooks in (value for name, value in vars(each).items() if name.endswith("_hooks")):
-            memo[id(hooks)] = OrderedDict()
     for group in optimizer.param_groups:
         wanted = 2
         for entry in group["params"]:
@@ -224,8 +220,7 @@ def small_copy(optimizer: Optimizer, dtype: torch.dtype, device: torch.device) -
             if wanted and entry.requires_grad and len(tried) < _MOST_TRIED:
                 tried.append(small)
                 wanted -= 1
-    kept = {name: value for name, value in vars(optimizer).items() if name not in ("step", "zero_grad")}
-    trial.__dict__.update({name: copy.deepcopy(value, memo) for name, value in kept.items()})
+    trial = _copy_of(optimizer, memo)
     if len(tried) == 1:  # another one beside it
         group = next(group for group in trial.param_groups if any(each is tried[0] for each in group["params"]))
         tried.append(torch.nn.Parameter(tried[0].detach() + 1))
@@ -237,3 +232,16 @@ def small_copy(optimizer: Optimizer, dtype: torch.dtype, device: torch.device) -
         elif isinstance(lr, int | float):
             group["lr"] = 1.0
     return trial, tried
+
+
+def _copy_of(optimizer: Optimizer, memo: dict[int, Any]) -> Optimizer:
+    """A copy without state and hooks, and without those of optimizers in it. `memo`: by identity, what it has in the place of something."""
+    trial = object.__new__(type(optimizer))
+    memo[id(optimizer)] = trial
+    for each in (optimizer, *(value for value in vars(optimizer).values() if isinstance(value, Optimizer))):
+        memo[id(each.state)] = defaultdict(dict)
+        for hooks in (value for name, value in vars(each).items() if name.endswith("_hooks")):
+            memo[id(hooks)] = OrderedDict()
+    kept = {name: value for name, value in vars(optimizer).items() if name not in ("step", "zero_grad")}
+    trial.__dict__.update({name: copy.deepcopy(value, memo) for name, value in kept.items()})
+    return trial

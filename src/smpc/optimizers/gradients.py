@@ -23,7 +23,7 @@ from torch import Tensor
 from smpc.errors import NonFiniteNormError, UsageError
 from smpc.kernels.optimizers import kernels_update, scale_tensors_, tensor_norms
 from smpc.kernels.setting import used_by_default
-from smpc.kernels.shared.elements import FLOATING_DTYPES, accumulation_dtype
+from smpc.kernels.shared.tensor_checks import FLOATING_DTYPES, accumulation_dtype
 from smpc.kernels.shared.tensor_table import TableCache
 from smpc.optimizers.base import Batch
 from smpc.optimizers.norm_groups import NormGroups, ShardGroup, check_gradient, local_part

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from smpc.executor.measure.spans import LiveBytes
 from smpc.optimizers.elementwise import small_copy, step_of_class
-from smpc.partitioner.costs.optimizers import Optimizer, find_optimizer
+from smpc.partitioner.costs.named_optimizers import Optimizer, find_optimizer
 
 _CPU = torch.device("cpu")
 _AT_ONCE = 2  # tensors that a step on a CPU makes of one parameter, for one of all parameters on a GPU

@@ -17,15 +17,15 @@ from __future__ import annotations
 import dataclasses
 from dataclasses import dataclass
 
-from smpc.compile.exchange import StepSurroundings
 from smpc.compile.options import PipelineOptions
 from smpc.compile.passes import plan_trace
+from smpc.compile.replica_traffic import StepSurroundings
 from smpc.compile.result import Planned
-from smpc.compile.step import StepParts, step_parts
+from smpc.compile.step_breakdown import StepParts, step_parts
 from smpc.errors import SmpcError
-from smpc.partitioner.solve import rank_peaks
+from smpc.partitioner.planner import rank_peaks
 from smpc.report.format import format_bytes
-from smpc.report.memory import memory_curves
+from smpc.report.memory_curve import memory_curves
 from smpc.report.predict import predict
 from smpc.report.tables import host_lines, memory_line, step_lines
 

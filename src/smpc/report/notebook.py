@@ -26,8 +26,8 @@ from smpc.codegen.rewrite.expert_parallel import describe_experts
 from smpc.codegen.rewrite.tensor_parallel.rewrite import describe
 from smpc.compile.options import PipelineOptions
 from smpc.compile.result import Compilation
-from smpc.config.files import output_violation
 from smpc.config.numbers import shown
+from smpc.config.user_files import output_violation
 from smpc.errors import ConfigError, ConfigTypeError
 from smpc.partitioner.graph.plan import Plan, plan_warnings
 from smpc.report.advice import Outlook, outlook

@@ -33,7 +33,7 @@ from typing import Any
 from smpc.codegen.program import Op
 from smpc.codegen.simulate import Timeline
 from smpc.compile.result import Compilation
-from smpc.compile.step import StepParts
+from smpc.compile.step_breakdown import StepParts
 from smpc.partitioner.graph.plan import INPUTS, Plan
 from smpc.report.advice import Outlook
 from smpc.report.format import (
@@ -46,7 +46,7 @@ from smpc.report.format import (
     schedule_name,
     stage_hues,
 )
-from smpc.report.memory import memory_curves
+from smpc.report.memory_curve import memory_curves
 from smpc.report.tables import TextTable, memory_table, message_table, stage_table, summary, title
 from smpc.tracer.ir import Trace
 

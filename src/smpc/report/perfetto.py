@@ -14,7 +14,7 @@ from smpc.codegen.offload import Copy
 from smpc.codegen.program import Action, Op, backward, forward
 from smpc.codegen.simulate import Event, Timeline
 from smpc.partitioner.graph.plan import INPUTS, Plan
-from smpc.report.memory import memory_curves
+from smpc.report.memory_curve import memory_curves
 
 _MICRO = 1e6
 _CATEGORIES = {Op.FORWARD: "forward", Op.BACKWARD: "backward", Op.WEIGHT: "deferred backward"}

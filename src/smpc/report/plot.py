@@ -13,7 +13,7 @@ from smpc.codegen.simulate import Timeline
 from smpc.errors import ConfigError
 from smpc.partitioner.graph.plan import Plan
 from smpc.report.format import LIGHT, format_bytes, srgb, stage_hues
-from smpc.report.memory import MemoryCurve, memory_curves
+from smpc.report.memory_curve import MemoryCurve, memory_curves
 from smpc.report.tables import title
 
 if TYPE_CHECKING:

@@ -23,7 +23,7 @@ from smpc.codegen.simulate import Costs, Timeline, Transfer, chain, simulate_ste
 from smpc.config.numbers import MAX_MICROBATCHES, shown
 from smpc.errors import ConfigError
 from smpc.partitioner.graph.plan import Plan, Stage
-from smpc.report.memory import microbatch_bytes, resident_bytes
+from smpc.report.memory_curve import microbatch_bytes, resident_bytes
 
 
 def plan_timeline(plan: Plan) -> Timeline:

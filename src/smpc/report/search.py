@@ -17,7 +17,7 @@ from typing import Any
 from rich.console import Console
 from rich.text import Text
 
-from smpc.compile.exchange import Sharding
+from smpc.compile.replica_traffic import Sharding
 from smpc.compile.search import Result, Search, Verdict
 from smpc.report.format import count, format_bytes, format_time, printable
 from smpc.report.tables import TextTable

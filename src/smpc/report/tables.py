@@ -20,10 +20,10 @@ from dataclasses import dataclass
 from smpc.codegen.offload import Copy
 from smpc.codegen.program import Op
 from smpc.codegen.simulate import Timeline
-from smpc.compile.step import StepParts
+from smpc.compile.step_breakdown import StepParts
 from smpc.partitioner.graph.plan import INPUTS, Plan, Stage
 from smpc.report.format import count, format_bytes, format_number, format_time, module_list, printable, schedule_name
-from smpc.report.memory import gradients_at_peak, rank_bound, reported_working_bytes
+from smpc.report.memory_curve import gradients_at_peak, rank_bound, reported_working_bytes
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,13 +10,13 @@
     sharded.end_step()
     optimizer.step()                                             the gradients are averaged over the mesh
 
-    units             `smpc.sharding.units`       by repetition, by size, by classes, by name; what several share goes to whoever has all
-    shard             `smpc.sharding.shard`       parameters in parts, how long whole ones stay, when gradients are reduced
-    tensors           `smpc.sharding.tensors`     DTensors and ordinary tensors alike
-    Incoming          `smpc.sharding.shard`       tensors that one rank has, to all, with room for one
+    units             `smpc.sharding.units`         by repetition, by size, by classes, by name; what several share goes to whoever has all
+    shard             `smpc.sharding.shard`         parameters in parts, how long whole ones stay, when gradients are reduced
+    dtensors          `smpc.sharding.dtensors`      DTensors and ordinary tensors alike
+    Incoming          `smpc.sharding.shard`         tensors that one rank has, to all, with room for one
     in_step           ranks whose batches take other ways through a model, or differentiate other units of it
-    OutsideUses       `smpc.sharding.outside_uses` parameters that code uses without calling their block
-    uses              which parameters a step has used on any rank
+    OutsideUses       `smpc.sharding.outside_uses`  parameters that code uses without calling their block
+    used_parameters   which parameters a step has used on any rank
     wide_gradients    gradients of half-precision parameters in fp32
 
 `mesh` is a DeviceMesh of (shard) or (replica, shard), as `smpc.mesh.device_mesh.device_mesh` makes it. Tensor parallelism goes with it: a

@@ -32,7 +32,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 from torch.utils._pytree import tree_leaves
 
 from smpc.errors import StepError
-from smpc.sharding.uses import Uses, has_gradient
+from smpc.sharding.used_parameters import Uses, has_gradient
 
 BEGIN, COME_TO = 1 << 40, 1 << 41  # messages: which calls a backward reaches; COME_TO + what it has come to
 _END = COME_TO - 1

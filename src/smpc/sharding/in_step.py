@@ -38,7 +38,7 @@ from smpc.errors import StepError
 from smpc.sharding.backwards import BEGIN, COME_TO, Backwards, is_in_backward
 from smpc.sharding.conversions import conversions_refused
 from smpc.sharding.forward_writes.writes import KeptWrites
-from smpc.sharding.uses import Uses
+from smpc.sharding.used_parameters import Uses
 from smpc.sharding.whole_parameters import WholeParameters
 
 _UPDATE = BEGIN - 1

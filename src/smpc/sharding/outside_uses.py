@@ -28,8 +28,8 @@ from torch.utils._pytree import tree_map_only
 
 from smpc.errors import ConfigUnsupportedError, StepError
 from smpc.sharding.backwards import is_in_backward
+from smpc.sharding.dtensors import local
 from smpc.sharding.same_blocks import CallEnd, SameBlocks, Use, no_part_in_what_was_made
-from smpc.sharding.tensors import local
 
 _MIXED = "mixed torch.Tensor and DTensor"  # in torch's error
 _SET_DATA = cast(Any, Tensor).data.__set__

@@ -13,7 +13,7 @@ How long gathered parameters stay in a step of several microbatches, and what th
 
 Outside of steps every backward averages, and gathered parameters go with it.
 
-Gradients are averaged in their own dtype: the parameters' (or `reduce_dtype`), or fp32 if `smpc.sharding.tensors` has widened them.
+Gradients are averaged in their own dtype: the parameters' (or `reduce_dtype`), or fp32 if `smpc.sharding.dtensors` has widened them.
 They are divided by the number of ranks of the mesh, or by a unit's `divisor`: experts see the tokens of all expert ranks, so their
 gradients are sums over these and must be divided by more than the ranks of their own mesh.
 
@@ -53,12 +53,12 @@ from torch.distributed.tensor import DTensor
 from smpc.config.keep import Keep
 from smpc.errors import ConfigUnsupportedError
 from smpc.sharding.backwards import Backwards
+from smpc.sharding.dtensors import has_hooks, local, own_part_of_sharded
 from smpc.sharding.forward_writes.writes import KeptWrites
 from smpc.sharding.in_step import InStep, ranks_of
 from smpc.sharding.output_views import hook_what_is_viewed, without_lost_hooks
-from smpc.sharding.tensors import has_hooks, local, own_part_of_sharded
-from smpc.sharding.units import keep_containers
-from smpc.sharding.uses import Uses
+from smpc.sharding.unit_containers import keep_containers
+from smpc.sharding.used_parameters import Uses
 from smpc.sharding.whole_parameters import WholeParameters, stays_whole
 from smpc.sharding.wide_gradients import is_wide, keep_wide, widen
 

@@ -17,10 +17,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from smpc.sharding.tensors import local
+from smpc.sharding.dtensors import local
 from smpc.sharding.wide_gradients import gradient_dtype
 
-# Bytes: of a gradient that is summed in place, and of a message of smaller ones at most. `smpc.partitioner.costs.optimizers` predicts both.
+# Bytes: of a gradient that is summed in place, and of a message of smaller ones at most. `smpc.partitioner.costs.named_optimizers` predicts
+# both.
 ALONE, TOGETHER = 1 << 20, 1 << 25
 Add = Callable[[Tensor], Tensor]  # sums a contiguous tensor over ranks, in place, and returns it
 

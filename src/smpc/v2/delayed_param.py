@@ -25,13 +25,13 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from smpc.errors import UsageError
-from smpc.executor.sharded_state import replacement
+from smpc.executor.parameter_slices import replacement
 from smpc.nn.init.delayed import draw_module, owners_of
-from smpc.nn.init.initializers import Initializers, writes_of
+from smpc.nn.init.module_initializers import Initializers, writes_of
 from smpc.v2.logger import get_logger
 from smpc.v2.session.config import SessionConfig
 from smpc.v2.state_handler import state
-from smpc.v2.transforming.slices import ParameterPart, slices_of
+from smpc.v2.transforming.transformed_slices import ParameterPart, slices_of
 from smpc.v2.utils.module_utils import default_device, empty_module_params, move_buffers_to_device
 
 __all__ = ["DelayedParamIniter"]

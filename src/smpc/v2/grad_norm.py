@@ -21,11 +21,11 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 
-from smpc.in_place.skeleton import plain_name
+from smpc.in_place.model_copy import plain_name
 from smpc.optimizers.gradients import check_finite
 from smpc.optimizers.gradients import clip_grad_norm_ as clip
 from smpc.optimizers.norm_groups import local_part
-from smpc.v2.transforming.slices import slices_of
+from smpc.v2.transforming.transformed_slices import slices_of
 
 __all__ = ["clip_grad_norm_"]
 

@@ -27,7 +27,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from smpc.errors import UsageError
 from smpc.mesh import Axis, Mesh
 from smpc.v2.session.config import SessionConfig
-from smpc.v2.session.random_state import DEFAULT, RngStateTracker
+from smpc.v2.session.random_state_tracker import DEFAULT, RngStateTracker
 
 __all__ = ["Ranker", "Session", "State", "state"]
 _KEYS = tuple(f.name for f in dataclasses.fields(SessionConfig))

@@ -29,16 +29,16 @@ from smpc.calibration.operations import (
 from smpc.calibration.probes import ImageProbe, TextProbe, probes
 from smpc.cli import main
 from smpc.errors import ConfigError
-from smpc.partitioner.costs.collectives import (
+from smpc.partitioner.costs.collective_times import (
     IN_OPERATIONS,
     MOVES_IN_OPERATIONS,
     CollectiveKind,
     collective_time,
     sent_time,
 )
-from smpc.partitioner.costs.cost import CostModel, NodeTimes, node_times, work_of
 from smpc.partitioner.costs.device import NONE, Device, Group, Kernels, Wire
 from smpc.partitioner.costs.device_file import find_device
+from smpc.partitioner.costs.node_costs import CostModel, NodeTimes, node_times, work_of
 from smpc.tracer import record
 
 ALONE = CalibrationRanks(0, 1, 1, torch.device("cpu"))

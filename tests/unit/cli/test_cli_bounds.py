@@ -18,9 +18,9 @@ from smpc.cli import main
 from smpc.cli import model_target as huggingface
 from smpc.cli.terminal import clear_lines
 from smpc.codegen.schedules import csv_file
-from smpc.config import files, numbers
-from smpc.config.files import output_violation, parse_json, parse_toml, read_text
+from smpc.config import numbers, user_files
 from smpc.config.numbers import MAX_MICROBATCHES, size_violation
+from smpc.config.user_files import output_violation, parse_json, parse_toml, read_text
 from smpc.errors import ConfigError
 from smpc.launch.job import Job
 from smpc.launch.output import OutputOptions
@@ -351,11 +351,13 @@ def test_the_documented_bounds_are_those_that_hold():
         numbers.MAX_SEARCHED_STEPS,
         huggingface._MOST_LAYERS,
         huggingface._MOST_MODULES,
-        files.MAX_DEPTH,
-        files.MAX_BITS,
+        user_files.MAX_DEPTH,
+        user_files.MAX_BITS,
     )
     sizes = (numbers.MAX_INPUT_BYTES, numbers.MAX_MICROBATCH_BYTES, numbers.MAX_MASK_BYTES)
     sizes = [f"{size >> 30} GiB" for size in sizes]
-    sizes += [f"{size >> 20} MiB" for size in (files.MAX_FILE_BYTES, files.MAX_PLAN_BYTES, csv_file.MAX_CSV_BYTES)]
+    sizes += [
+        f"{size >> 20} MiB" for size in (user_files.MAX_FILE_BYTES, user_files.MAX_PLAN_BYTES, csv_file.MAX_CSV_BYTES)
+    ]
     for bound in (*(f"{number:,}" for number in whole), *sizes):
         assert bound in table

@@ -11,7 +11,7 @@ from smpc.codegen.schedules.zero_bubble import zb_h1, zb_v
 from smpc.codegen.verify import verify_programs
 from smpc.compile import compile_model
 from smpc.errors import ScheduleError
-from smpc.partitioner.memory.deferred import Beside
+from smpc.partitioner.memory.memory_by_action import Beside
 
 
 def program(text):

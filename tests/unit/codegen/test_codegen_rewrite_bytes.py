@@ -4,8 +4,8 @@ import pytest
 from tensor_models import gpt2, llama
 
 from smpc.codegen.rewrite.context_parallel.rewrite import share_sequence
+from smpc.codegen.rewrite.tensor_parallel.choose_layouts import choose
 from smpc.codegen.rewrite.tensor_parallel.rewrite import rewrite
-from smpc.codegen.rewrite.tensor_parallel.search import choose
 from smpc.tracer.ir import NodeKind
 from smpc.tracer.record import record
 

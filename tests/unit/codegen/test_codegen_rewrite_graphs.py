@@ -16,13 +16,13 @@ from sharding_cases import RULED, Draw
 from tensor_ranks import run_ranks, tensor_groups
 
 from smpc.codegen.rewrite.opened_attention import open_attention
+from smpc.codegen.rewrite.tensor_parallel.choose_layouts import choose
 from smpc.codegen.rewrite.tensor_parallel.layout_problem import Weights
 from smpc.codegen.rewrite.tensor_parallel.layouts import REPLICATED, LayoutKind
 from smpc.codegen.rewrite.tensor_parallel.rewrite import GROUP, on_parts, rewrite
 from smpc.codegen.rewrite.tensor_parallel.rules import RULES, strategies
-from smpc.codegen.rewrite.tensor_parallel.search import choose
 from smpc.codegen.rewrite.tensor_parallel.strategy import Facts, short_name
-from smpc.executor.sharded_state import whole_of
+from smpc.executor.parameter_slices import whole_of
 from smpc.tensor_parallel import place
 from smpc.tracer.constants import Ref
 from smpc.tracer.ir import NodeKind, TensorSpec

@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 from smpc.cli import main
 from smpc.codegen.rewrite.kernels import REWRITES, rewrite_kernels, select_rewrites
-from smpc.codegen.rewrite.kernels.check import Checker
+from smpc.codegen.rewrite.kernels.prove_replacement import Checker
 from smpc.codegen.rewrite.kernels.rewrite import Measurer
 from smpc.compile import PipelineOptions
 from smpc.errors import ConfigError

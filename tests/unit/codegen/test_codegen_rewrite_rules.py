@@ -5,9 +5,9 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from smpc.codegen.rewrite.tensor_parallel.choose_layouts import choose
 from smpc.codegen.rewrite.tensor_parallel.layouts import LayoutKind
 from smpc.codegen.rewrite.tensor_parallel.rules import localised, strategies
-from smpc.codegen.rewrite.tensor_parallel.search import choose
 from smpc.codegen.rewrite.tensor_parallel.strategy import Carried, Facts, carried, dimension_groups
 from smpc.tracer.ir import NodeKind
 from smpc.tracer.record import record

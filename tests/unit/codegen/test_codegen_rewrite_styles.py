@@ -4,10 +4,10 @@ import pytest
 import torch
 from torch import nn
 
-from smpc.codegen.rewrite.tensor_parallel.layouts import Layout, LayoutKind
+from smpc.codegen.rewrite.tensor_parallel.layouts import REPLICATED, Layout, LayoutKind
 from smpc.codegen.rewrite.tensor_parallel.styles import StylePlan, choose_by_plan
 from smpc.compile import compile_model
-from smpc.errors import ConfigError
+from smpc.errors import CodegenError, ConfigError
 from smpc.tracer.record import record
 
 
@@ -82,3 +82,23 @@ def test_modules_that_are_to_stay_whole_do_whatever_else_is_said(styles):
     divided = {name for name, layout in choice.by_parameter if layout.kind is LayoutKind.SHARDED}
     assert "layers.0.mlp.up_proj.weight" in divided
     assert not any(name.startswith("layers.1.mlp.") for name in divided)
+
+
+def test_a_program_that_cannot_compute_with_the_slices_of_the_first_one():
+    """It was told to relax a plan, where there was none."""
+
+    class Powers(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = nn.Parameter(torch.eye(4))
+
+        def forward(self, x):
+            return x @ torch.linalg.matrix_exp(self.weight)
+
+    trace = record(Powers(), (torch.ones(2, 4),), {})
+    (layout,) = dict(choose_by_plan(trace, 2, StylePlan()).by_parameter).values()
+    assert layout == REPLICATED
+    with pytest.raises(
+        CodegenError, match=r"The program of the first step has decided .* let the first step be one of this kind"
+    ):
+        choose_by_plan(trace, 2, StylePlan(layouts=(("weight", Layout.sharded(0)),)))

@@ -31,7 +31,7 @@ from smpc.codegen.rewrite.tensor_parallel.layouts import REPLICATED, Layout, Lay
 from smpc.compile import compile_model
 from smpc.config.numbers import format_bytes
 from smpc.errors import ConfigError, TraceError, UsageError
-from smpc.executor.sharded_state import slice_of, whole_of
+from smpc.executor.parameter_slices import slice_of, whole_of
 from smpc.runtime import LoopbackRuntime
 from smpc.tensor_parallel import describe, place, shard
 

@@ -7,7 +7,7 @@ import torch
 from context_models import MODELS, assert_alike, made, trained
 from tensor_ranks import run_ranks, tensor_groups
 
-from smpc.codegen import ring
+from smpc.codegen import ring_order
 from smpc.compile import PipelineOptions, compile_model, passes
 from smpc.context_parallel import place
 from smpc.errors import ConfigError, ScheduleError, UsageError
@@ -25,8 +25,8 @@ def compiled():
 
 
 def test_a_ring_in_the_wrong_order_is_found_before_any_program_runs(monkeypatch):
-    right = ring.ring_steps
-    monkeypatch.setattr(ring, "ring_steps", lambda rank, *rest, **how: right(rank, *rest, **how)[::-1])
+    right = ring_order.ring_steps
+    monkeypatch.setattr(ring_order, "ring_steps", lambda rank, *rest, **how: right(rank, *rest, **how)[::-1])
     monkeypatch.setattr(
         passes, "_prove_ring", passes._prove_ring.__wrapped__
     )  # as in a process that has proven none yet

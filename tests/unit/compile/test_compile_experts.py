@@ -9,16 +9,16 @@ from torch import nn
 
 import smpc
 from smpc.codegen.rewrite.expert_parallel import describe_experts
-from smpc.compile.exchange import StepSurroundings
 from smpc.compile.options import PipelineOptions
+from smpc.compile.replica_traffic import StepSurroundings
 from smpc.compile.result import Traced
 from smpc.compile.search.workloads import Workloads
-from smpc.compile.step import step_parts
+from smpc.compile.step_breakdown import step_parts
 from smpc.config.numbers import format_bytes
 from smpc.errors import ConfigError, UsageError
 from smpc.expert_parallel import shard
-from smpc.experts import confirm
-from smpc.experts.structure import Stacked
+from smpc.experts import confirm_cut
+from smpc.experts.find_experts import Stacked
 from smpc.partitioner.costs.device import Device, Wire
 from smpc.partitioner.costs.device_file import find_device
 from smpc.runtime import LoopbackRuntime
@@ -352,17 +352,17 @@ class Scaled(nn.Module):
 
 def test_experts_that_are_made_alike_are_tried_once(monkeypatch):
     """Those of each layer were: 32 times two gigabytes of invented parameters for a Mixtral, most of the time of its plan."""
-    tried, once = [], confirm._tried_split
+    tried, once = [], confirm_cut._tried_split
 
     def counted(experts, *others, **named):
         tried.append(experts.name)
         return once(experts, *others, **named)
 
-    monkeypatch.setattr(confirm, "_tried_split", counted)
+    monkeypatch.setattr(confirm_cut, "_tried_split", counted)
     scales = (1.0, 1.0, 2.0, 1.0, 1.0)
     layers = [Scaled(scale, dropped=int(place == 3)) for place, scale in enumerate(scales)]
     layers[4].register_forward_hook(lambda *_: None)
-    confirmations = confirm.Confirmations()
+    confirmations = confirm_cut.Confirmations()
     found = [Stacked(str(i), layer, 4, ("up", "down")) for i, layer in enumerate(layers)]
     results = [confirmations.of(one) for one in found]
     assert tried[0] == "0"
@@ -370,7 +370,7 @@ def test_experts_that_are_made_alike_are_tried_once(monkeypatch):
     assert {"2", "3", "4"} <= set(tried)
     assert isinstance(results[3], str)  # it drops tokens
     for one, result in zip(found, results, strict=True):
-        alone = confirm.confirm(one)
+        alone = confirm_cut.confirm(one)
         assert result == alone
         assert isinstance(result, str) or result.experts is one
 
@@ -409,15 +409,15 @@ def test_large_experts_get_memory_of_their_own_where_none_share_it(monkeypatch):
         8,
         *(nn.Parameter(each.repeat(2, 1, 1)) for each in (experts.up, experts.down)),
     )
-    monkeypatch.setattr(confirm, "_LARGE", 0)
-    made, once = [], confirm.invented_parameters
+    monkeypatch.setattr(confirm_cut, "_LARGE", 0)
+    made, once = [], confirm_cut.invented_parameters
 
     def noted(*given, apart=False):
         made.append(apart)
         return once(*given, apart=apart)
 
-    monkeypatch.setattr(confirm, "invented_parameters", noted)
-    found = confirm.confirm(Stacked("", experts, 8, ("up", "down")))
+    monkeypatch.setattr(confirm_cut, "invented_parameters", noted)
+    found = confirm_cut.confirm(Stacked("", experts, 8, ("up", "down")))
     assert (found.counts, found.hidden) == (("num_experts",), HIDDEN)
     assert made
     assert True not in made
@@ -427,23 +427,23 @@ def test_large_experts_get_memory_of_their_own_where_none_share_it(monkeypatch):
 def test_large_experts_share_memory_and_are_judged_alike(make_experts, monkeypatch):
     """Mixtral's took 5.9 GB of invented parameters, whose pages alone took half of the time."""
     experts = Stacked("", make_experts(1.5), 4, ("up", "down"))
-    expected = confirm.confirm(experts)
-    monkeypatch.setattr(confirm, "_LARGE", 0)
-    assert confirm.confirm(experts) == expected
-    up, down = confirm.invented_parameters(experts, 4, torch.Generator())
+    expected = confirm_cut.confirm(experts)
+    monkeypatch.setattr(confirm_cut, "_LARGE", 0)
+    assert confirm_cut.confirm(experts) == expected
+    up, down = confirm_cut.invented_parameters(experts, 4, torch.Generator())
     assert up.untyped_storage().nbytes() == 4 * (HIDDEN * 24 + 3 * 4100)
     assert not torch.equal(up[0], up[1])
     assert down[1, 0, 0] == down.storage_offset() + down.as_strided((1,), (1,), 4100)[0]
 
 
 def test_experts_are_tried_once_for_all_degrees(monkeypatch):
-    tried, once = [], confirm._tried_split
+    tried, once = [], confirm_cut._tried_split
 
     def counted(experts, *others, **options):
         tried.append(experts.name)
         return once(experts, *others, **options)
 
-    monkeypatch.setattr(confirm, "_tried_split", counted)
+    monkeypatch.setattr(confirm_cut, "_tried_split", counted)
     ids = tokens(0)["input_ids"]
     found = Workloads(make("MixtralForCausalLM", torch.float32), ((ids,), {}), find_device("cpu"), ())
     assert [len(found.divided(degree)) for degree in (2, 4)] == [2, 2]
@@ -453,7 +453,7 @@ def test_experts_are_tried_once_for_all_degrees(monkeypatch):
 def test_unwritten_memory_is_no_token():
     """Grouped products leave rows that no expert gets unwritten: a Mixtral was refused now and then, as memory happened to be."""
     rows, ends = torch.randn(4, 16), torch.tensor([1, 2], dtype=torch.int32)
-    with confirm._unwritten_is_nan():
+    with confirm_cut._unwritten_is_nan():
         found = nn.functional.grouped_mm(rows, torch.zeros(2, 16, 16), offs=ends)
     assert found[:2].eq(0).all()
     assert found[2:].isnan().all()

@@ -16,16 +16,16 @@ import smpc
 from smpc.cli import main
 from smpc.codegen.program import Op
 from smpc.compile import PipelineOptions, Traced, compile_model, plan_trace
-from smpc.compile.exchange import StepSurroundings
 from smpc.compile.passes import schedule_plan
+from smpc.compile.replica_traffic import StepSurroundings
 from smpc.compile.search import Verdict
 from smpc.compile.search.space import HORIZONS
-from smpc.compile.step import step_parts
+from smpc.compile.step_breakdown import step_parts
 from smpc.config import Config
 from smpc.errors import MemoryLimitError
 from smpc.partitioner.costs.device_file import find_device
 from smpc.partitioner.graph.plan import Plan
-from smpc.partitioner.solve import rank_peaks
+from smpc.partitioner.planner import rank_peaks
 from smpc.report.perfetto import perfetto_json
 from smpc.report.tables import _most_away, host_lines
 from smpc.tracer import record

@@ -12,10 +12,10 @@ import torch
 from torch import nn
 
 import smpc
+from smpc.codegen.rewrite.tensor_parallel.choose_layouts import choose
 from smpc.codegen.rewrite.tensor_parallel.rewrite import rewrite
-from smpc.codegen.rewrite.tensor_parallel.search import choose
 from smpc.compile import PipelineOptions, Traced, compile_model, plan_trace
-from smpc.compile.exchange import Sharding, StepSurroundings
+from smpc.compile.replica_traffic import Sharding, StepSurroundings
 from smpc.compile.search import Verdict
 from smpc.compile.search.estimate import (
     EstimatedPlace,
@@ -24,6 +24,7 @@ from smpc.compile.search.estimate import (
     least_peak,
     least_step,
 )
+from smpc.compile.search.least_times import least_times
 from smpc.compile.search.searcher import _Searcher
 from smpc.compile.search.space import (
     ALL_SCHEDULES,
@@ -37,17 +38,16 @@ from smpc.compile.search.space import (
     tensor_degrees,
     wire,
 )
-from smpc.compile.step import step_parts
+from smpc.compile.step_breakdown import step_parts
 from smpc.config import Config
 from smpc.config.numbers import MAX_STEPS
 from smpc.errors import ConfigError, MemoryLimitError, PartitionError
 from smpc.mesh import Axis
-from smpc.partitioner.costs.cost import node_times, times_with_collectives
 from smpc.partitioner.costs.device import Device, Group, Wire
 from smpc.partitioner.costs.device_file import find_device
-from smpc.partitioner.costs.least_times import least_times
-from smpc.partitioner.costs.optimizers import find_optimizer
-from smpc.partitioner.solve import rank_peaks
+from smpc.partitioner.costs.named_optimizers import find_optimizer
+from smpc.partitioner.costs.node_costs import node_times, times_with_collectives
+from smpc.partitioner.planner import rank_peaks
 from smpc.partitioner.solvers import chain_limited
 from smpc.tracer import record
 

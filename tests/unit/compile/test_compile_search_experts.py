@@ -6,7 +6,7 @@ import transformers
 
 import smpc
 from smpc.codegen.rewrite.expert_parallel import divide_experts
-from smpc.compile.experts import experts_to_divide
+from smpc.compile.divided_experts import experts_to_divide
 from smpc.compile.search import Verdict, searcher
 from smpc.tracer import record
 

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.trainer_cases import everything, trainer
 
-from smpc.composer import checkpoint, saving, storage
+from smpc.composer import checkpoint, checkpoint_folder, storage
 from smpc.composer.duration import Duration, Timestamp
 from smpc.errors import CheckpointError, ConfigError
 
@@ -198,4 +198,4 @@ def test_when_a_run_saves_next(batches, count, last, reached, unit):
         after = Timestamp(batch // batches, batch, batch_in_epoch=batch % batches)
         expected += [after] if interval.passed(before, after) or batch == last else []
         before = after
-    assert saving._next_saves(now, interval, end, batches) == expected[:2]
+    assert checkpoint_folder._next_saves(now, interval, end, batches) == expected[:2]

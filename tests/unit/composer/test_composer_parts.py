@@ -12,10 +12,10 @@ from support.trainer_cases import classifier, trainer
 from torch.optim.lr_scheduler import ReduceLROnPlateau, StepLR
 from torch.utils.data import TensorDataset
 
+from smpc.composer.batch_step import is_out_of_memory
 from smpc.composer.checkpoint import LossScale
 from smpc.composer.duration import Duration, Timestamp
 from smpc.composer.microbatches import cut, moved, num_samples, num_tokens
-from smpc.composer.step import is_out_of_memory
 from smpc.composer.trainer import Trainer
 from smpc.errors import ConfigError, ConfigTypeError, ConfigUnsupportedError
 

@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader
 from smpc.composer import ComposerModel, Trainer
 from smpc.composer.microbatches import cut
 from smpc.errors import CheckpointError, ConfigError, UsageError
-from smpc.sharding.tensors import whole
+from smpc.sharding.dtensors import whole
 
 SHARDED = {"state_dict_type": "sharded", "sharded_ckpt_prefix_dir": "ba{batch}-shards"}
 

@@ -13,7 +13,7 @@ from smpc.checkpoint.distributed import write_distributed
 from smpc.composer import storage
 from smpc.composer.checkpoint_readers import FolderReader
 from smpc.errors import CheckpointError
-from smpc.sharding.tensors import whole
+from smpc.sharding.dtensors import whole
 
 SHARDED = {"fsdp_config": {"state_dict_type": "sharded", "sharded_ckpt_prefix_dir": "ba{batch}"}}
 

@@ -8,8 +8,8 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from smpc.executor.split_backward.deferred_calls import Pending
 from smpc.executor.split_backward.intercept import WORTHWHILE, Deferral
-from smpc.executor.split_backward.pending import Pending
 
 
 @pytest.fixture(autouse=True)

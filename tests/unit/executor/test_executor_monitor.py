@@ -10,7 +10,7 @@ from torch.distributed import HashStore
 
 from smpc.codegen.program import Instruction
 from smpc.executor import FailureMonitor, Interpreter
-from smpc.executor.failure.processes import find
+from smpc.executor.failure.process_reports import find
 from smpc.runtime import Runtime
 
 # Forks a child for each, so that torch is imported once. The main thread of a child stalls; its watcher must end it.

@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from smpc.executor.failure import stall
-from smpc.executor.failure.processes import FOREIGN, REPORT, ProcessReport, find, publish
+from smpc.executor.failure.process_reports import FOREIGN, REPORT, ProcessReport, find, publish
 from smpc.executor.failure.stall import (
     Activity,
     Standing,

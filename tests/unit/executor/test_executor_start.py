@@ -10,7 +10,7 @@ import time
 import pytest
 from torch.distributed import HashStore
 
-from smpc.executor.failure.processes import SIGNATURE, Process, ProcessSignature, sign_process, signature
+from smpc.executor.failure.process_reports import SIGNATURE, Process, ProcessSignature, sign_process, signature
 from smpc.executor.failure.stall import Activity, Standing, report_of
 from smpc.executor.failure.start import Start, StartPhase
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from smpc.experts.linear import grouped_linear
+from smpc.experts.expert_linear import grouped_linear
 
 
 @pytest.mark.parametrize("is_transposed", [False, True])

@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 from smpc.errors import ConfigError, UsageError
 from smpc.expert_parallel import register_experts, shard
-from smpc.experts.structure import find_experts
+from smpc.experts.find_experts import find_experts
 
 ALL = [*SETTINGS, *HAND_WRITTEN]
 

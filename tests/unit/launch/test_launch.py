@@ -5,9 +5,9 @@ import signal
 import pytest
 
 from smpc.errors import ConfigError
+from smpc.launch.failure_report import RankFailure, describe
 from smpc.launch.job import Job, default_num_ranks, launch
 from smpc.launch.nodes import NodeOptions
-from smpc.launch.report import RankFailure, describe
 
 
 @pytest.fixture

@@ -15,7 +15,7 @@ from smpc.errors import ConfigError
 from smpc.nn.distribution.distribute import distribute, tensor_parallelism
 from smpc.nn.distribution.registry import Registry
 from smpc.nn.init.delayed import delay_param_initialization, draw_delayed
-from smpc.nn.init.whole_fills import fill_whole
+from smpc.nn.init.nn_init_on_slices import fill_whole
 from smpc.nn.parallel import ParameterSlice, TensorParallel, own_part_of
 
 CPU = torch.device("cpu")

@@ -9,10 +9,10 @@ from torch import nn
 from smpc.compile import compile_model
 from smpc.config.numbers import at_least, parse_bytes
 from smpc.errors import ConfigError
-from smpc.partitioner.costs.cost import CostModel
 from smpc.partitioner.costs.device import DEVICES, H100
 from smpc.partitioner.costs.device_file import find_device
-from smpc.partitioner.costs.optimizers import OPTIMIZERS, find_optimizer
+from smpc.partitioner.costs.named_optimizers import OPTIMIZERS, find_optimizer
+from smpc.partitioner.costs.node_costs import CostModel
 from smpc.tracer.ir import TensorSpec
 
 GOOD = """

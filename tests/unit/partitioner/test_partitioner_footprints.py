@@ -9,11 +9,11 @@ from torch import nn
 
 import smpc
 from smpc.executor.measure.spans import LiveBytes
-from smpc.partitioner.costs.cost import CostModel
+from smpc.partitioner.costs.node_costs import CostModel
 from smpc.partitioner.graph.trace_graph import build_graph
-from smpc.partitioner.memory.deferred import calls_put_off, held_arguments
 from smpc.partitioner.memory.footprints import HANDED_ON, footprint
 from smpc.partitioner.memory.lifetimes import lifetimes, loss_roots, saved_activations
+from smpc.partitioner.memory.memory_by_action import calls_put_off, held_arguments
 from smpc.partitioner.memory.peak import working_bytes
 from smpc.tracer import record
 

@@ -51,6 +51,36 @@ class Length(nn.Module):
         return self.head(h) + torch.arange(4)
 
 
+class Tasks(nn.Module):
+    """A head for each task, and more layers later on."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(4, 4) for _ in range(4)])
+        self.heads = nn.ModuleDict({task: nn.Linear(4, 4) for task in ("first", "second", "third")})
+
+    def forward(self, x, depth, task):
+        for layer in self.layers[:depth]:
+            x = layer(x).relu()
+        return self.heads[task](x)
+
+
+@pytest.mark.parametrize("task", ["first", "second", "third"])
+def test_what_the_first_program_does_not_use_is_beside_what_it_uses(task):
+    """All of it was on the first stage, where later programs could not use it."""
+    model, x = Tasks(), torch.zeros(4, 4)
+    compilation = compile_model(model, (x, 3, task), pipeline_parallel_degree=2, microbatches=1)
+    assert all(
+        any(name.startswith("layers.0") for name in stage.parameters) == (stage.index == 0)
+        for stage in compilation.plan.stages
+    )
+    for depth, other in ((4, "first"), (4, "second"), (2, "third")):
+        again = compile_trace(record(model, (x, depth, other), {}), PipelineOptions(2, 1), like=compilation)
+        stages = dict(again.plan.assignment)
+        head = [node.name for node in again.trace.nodes if again.trace.calls[node.call].fqn == f"heads.{other}"]
+        assert {stages[name] for name in head if name in stages} == {1}
+
+
 def assign(trace, **modules):
     """Stage of each named module's nodes; the others go with what comes before."""
     stages, stage = {}, 0
@@ -97,7 +127,7 @@ def test_a_module_that_would_have_to_run_too_early_is_named():
     model = Swaps()
     planned = record(model, (torch.ones(2, 4),))
     plan = compile_assignment(planned, assign(planned, b=1)).plan
-    with pytest.raises(PartitionError, match=r"with these inputs a \(.*stage 0.*partition the model for these inputs"):
+    with pytest.raises(PartitionError, match=r"with these inputs a \(.*stage 0.*partition the model for these"):
         follow(record(model.eval(), (torch.ones(2, 4),)), planned, plan)
 
 

@@ -9,9 +9,9 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from smpc.partitioner.costs.cost import CostModel, node_times
 from smpc.partitioner.costs.device import Kernels
 from smpc.partitioner.costs.device_file import find_device
+from smpc.partitioner.costs.node_costs import CostModel, node_times
 from smpc.partitioner.costs.operation_kinds import (
     attention_flops,
     broader_name,

@@ -18,11 +18,11 @@ from hypothesis import strategies as st
 
 from smpc.errors import MemoryLimitError, PartitionError
 from smpc.partitioner import Instance, Link, Node, Processor, solve_instance
-from smpc.partitioner.instances import solve
-from smpc.partitioner.instances.solve import load_problem
+from smpc.partitioner.instances import solve_instance as instance_module
+from smpc.partitioner.instances.solve_instance import load_problem
 from smpc.partitioner.solvers import staged
-from smpc.partitioner.solvers.cuts import _narrow_cuts, cut_bound
 from smpc.partitioner.solvers.loads import simple_bound
+from smpc.partitioner.solvers.transfer_bound import _narrow_cuts, cut_bound
 
 AMOUNTS = st.sampled_from([0, 1, 1, 2.5, 4, 7])
 
@@ -153,7 +153,7 @@ def test_a_row_whose_search_stops_goes_to_the_program_and_back(instance, time_li
     """A graph of 36 units on five devices has 134,000 prefixes and was searched for minutes; the integer program takes seconds."""
     instance = dataclasses.replace(instance, split="row")
     found = list(placements(instance))
-    with mock.patch.object(solve, "_FIRST_PAIRS", 0):
+    with mock.patch.object(instance_module, "_FIRST_PAIRS", 0):
         if not found:
             with pytest.raises(PartitionError):
                 solve_instance(instance, time_limit=time_limit)
@@ -174,7 +174,10 @@ def test_what_the_program_proves_is_not_searched_again():
         calls.append(most_pairs)
         return staged.solve_stages(problem, gap, most_pairs)
 
-    with mock.patch.object(solve, "_FIRST_PAIRS", 0), mock.patch.object(solve, "solve_stages", counted):
+    with (
+        mock.patch.object(instance_module, "_FIRST_PAIRS", 0),
+        mock.patch.object(instance_module, "solve_stages", counted),
+    ):
         solution = solve_instance(instance)
     assert solution.gap <= 1e-3
     assert calls == [0]

@@ -18,19 +18,19 @@ from torch import nn
 from smpc.compile import compile_model
 from smpc.errors import ConfigError, MemoryLimitError, PartitionError
 from smpc.executor.program.interpreter import DEFAULT_WINDOW
-from smpc.partitioner import solve as limit_module
-from smpc.partitioner.costs.cost import CostModel
+from smpc.partitioner import planner as limit_module
 from smpc.partitioner.costs.device_file import find_device
-from smpc.partitioner.costs.optimizers import ADAM, find_optimizer
+from smpc.partitioner.costs.named_optimizers import ADAM, find_optimizer
+from smpc.partitioner.costs.node_costs import CostModel
 from smpc.partitioner.graph.plan import ScheduleSummary
 from smpc.partitioner.memory.peak import RECEIVE_WINDOW, Resident
+from smpc.partitioner.planner import plan_from_assignment
 from smpc.partitioner.problem import Scale, Units, stage_costs
-from smpc.partitioner.solve import plan_from_assignment
 from smpc.partitioner.solvers import chain_limited
 from smpc.partitioner.solvers.chain_limited import LimitedChain, fits, least_peak, solve_limited
 from smpc.partitioner.solvers.coarsen import analyse, chain_problem, keep_regions_whole
 from smpc.partitioner.solvers.ilp import PlacementProblem, solve_placement
-from smpc.partitioner.solvers.peaks import PeakRows
+from smpc.partitioner.solvers.peak_bound import PeakRows
 from smpc.tracer import record
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from smpc.partitioner.costs.cost import CostModel
-from smpc.partitioner.graph.recompute import find_recomputable
+from smpc.partitioner.costs.node_costs import CostModel
+from smpc.partitioner.graph.recompute_regions import find_recomputable
 from smpc.partitioner.graph.trace_graph import build_graph, find_clusters
 from smpc.tracer import record
 

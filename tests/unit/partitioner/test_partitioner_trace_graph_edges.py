@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 
 from smpc.errors import PartitionError
-from smpc.partitioner.costs.cost import CostModel
 from smpc.partitioner.costs.device_file import find_device
+from smpc.partitioner.costs.node_costs import CostModel
 from smpc.partitioner.graph.plan import INPUTS
 from smpc.partitioner.graph.trace_graph import check_assignment
-from smpc.partitioner.solve import plan_from_assignment
+from smpc.partitioner.planner import plan_from_assignment
 from smpc.tracer import ModuleCall, Node, NodeKind, Ref, StateSpec, Structure, TensorSpec, Trace
 
 WIDE = TensorSpec((1024, 1024), "float32", (1024, 1), True)

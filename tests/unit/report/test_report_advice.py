@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 from smpc.compile import PipelineOptions, Traced, plan_trace
-from smpc.compile.exchange import StepSurroundings
-from smpc.compile.step import StepParts, step_parts
+from smpc.compile.replica_traffic import StepSurroundings
+from smpc.compile.step_breakdown import StepParts, step_parts
 from smpc.report.advice import advice
 from smpc.report.tables import step_lines
 from smpc.tracer import record

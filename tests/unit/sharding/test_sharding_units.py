@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from smpc.errors import ConfigUnsupportedError
-from smpc.partitioner.memory.units import traced_units
+from smpc.partitioner.memory.sharded_blocks import traced_units
 from smpc.sharding import find_units, shard, units_of_classes
 from smpc.tracer import record
 

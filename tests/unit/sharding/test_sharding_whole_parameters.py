@@ -3,14 +3,14 @@
 import torch
 
 from smpc.executor.measure.spans import LiveBytes
-from smpc.partitioner.costs import optimizers
+from smpc.partitioner.costs import named_optimizers
 from smpc.sharding import whole_parameters
 from smpc.sharding.whole_parameters import sum_together
 
 
 def test_sums_of_many_gradients_take_little_memory(monkeypatch):
     """Copies of all of them were made at once, and once more to divide them."""
-    assert (whole_parameters.ALONE, whole_parameters.TOGETHER) == (optimizers.ALONE, optimizers.TOGETHER)
+    assert (whole_parameters.ALONE, whole_parameters.TOGETHER) == (named_optimizers.ALONE, named_optimizers.TOGETHER)
     monkeypatch.setattr(whole_parameters, "ALONE", 400)
     monkeypatch.setattr(whole_parameters, "TOGETHER", 500)
     sizes = (10, 20, 150, 60, 50, 30, 100, 5)

@@ -11,7 +11,7 @@ from torch import nn
 from smpc import compile_model
 from smpc.tracer import record
 from smpc.tracer.ir import NodeKind
-from smpc.tracer.operations.values import REQUIRE, _lines_of_checks
+from smpc.tracer.operations.value_queries import REQUIRE, _lines_of_checks
 
 
 @pytest.fixture(autouse=True)

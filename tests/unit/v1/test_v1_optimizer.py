@@ -8,7 +8,7 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 import smpc.v1 as smp
-from smpc.absent import tensors as absent
+from smpc.absent import absent_tensors as absent
 from smpc.errors import CheckpointError, ConfigError, ConfigTypeError, UsageError
 from smpc.optimizers.elementwise import couples_parameters
 from smpc.optimizers.torch_patches import check_optimizers
@@ -190,6 +190,60 @@ def test_which_optimizers_can_do_with_slices_is_tried(kind, expected):
     assert torch.equal(parameter, before)
     assert not optimizer.state
     assert not hooks
+
+
+class Lookahead(torch.optim.Optimizer):
+    """Another optimizer's steps, and every second one halfway back; it shares that optimizer's groups."""
+
+    def __init__(self, parameters):
+        self.fast = torch.optim.RAdam(parameters, lr=0.1)
+        self.fast.register_step_post_hook(lambda *_: self.hooked.append(1))
+        super().__init__([{"params": group["params"]} for group in self.fast.param_groups], {})
+        self.param_groups, self.count, self.hooked = self.fast.param_groups, 0, []
+
+    @torch.no_grad()
+    def step(self):
+        self.fast.step()
+        self.count += 1
+        for parameter in (each for group in self.param_groups for each in group["params"]):
+            slow = self.state[parameter].setdefault("slow", parameter.detach().clone())
+            if self.count % 2 == 0:
+                parameter.copy_(slow.lerp_(parameter, 0.5))
+
+
+class Beside(Signs):
+    """Has an optimizer of other parameters, and a list of its own."""
+
+    def __init__(self, parameters):
+        super().__init__(parameters)
+        self.others = [nn.Parameter(torch.ones(4))]
+        self.others[0].grad = torch.ones(4)
+        self.inner, self.own = torch.optim.SGD(self.others, lr=1.0), list(parameters)
+
+    def step(self):
+        super().step()
+        self.inner.step()
+        with torch.no_grad():
+            for parameter in self.own:
+                parameter.mul_(0.9)
+
+
+@pytest.mark.parametrize("kind", [Lookahead, Beside])
+def test_a_trial_reaches_nothing_of_an_optimizer_that_has_others(kind):
+    """The optimizer inside took steps on the model's own parameters, with their gradients, in each trial."""
+    parameter = nn.Parameter(torch.randn(4, 4))
+    parameter.grad = torch.randn(4, 4)
+    optimizer = kind([parameter])
+    before = parameter.detach().clone()
+    assert is_elementwise_in_trial(optimizer)
+    assert torch.equal(parameter, before)
+    assert not optimizer.state
+    inner = optimizer.fast if kind is Lookahead else optimizer.inner
+    assert not inner.state
+    if kind is Beside:
+        assert torch.equal(optimizer.others[0], torch.ones(4))
+    else:
+        assert (optimizer.count, optimizer.hooked) == (0, [])
 
 
 @pytest.mark.parametrize("lr", [0.0, 1e-9, torch.tensor(0.0)])

@@ -10,7 +10,7 @@ from torch import nn
 
 import smpc.v1 as smp
 from smpc.errors import ConfigTypeError, StepError, UsageError
-from smpc.v1.steps.calls import Tail
+from smpc.v1.steps.model_calls import Tail
 
 MB = 4
 

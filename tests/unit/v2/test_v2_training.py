@@ -22,9 +22,9 @@ from smpc.executor.layer_offload import LayerOffload
 from smpc.experts.stacked import take_role
 from smpc.v2.delayed_param import DelayedParamIniter
 from smpc.v2.moe.moe_config import MoEConfig
-from smpc.v2.session.random_state import RngStateTracker
+from smpc.v2.session.random_state_tracker import RngStateTracker
 from smpc.v2.tensor_parallel.transformer import TransformerLayer
-from smpc.v2.transforming.experts import Shuffled, divide_experts
+from smpc.v2.transforming.transformed_experts import Shuffled, divide_experts
 from smpc.v2.utils.module_utils import empty_module_params, move_buffers_to_device
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from smpc.codegen.rewrite.kernels.graph import KernelCall, NodeUsers, Refusal, Replacement, Rewrite
+from smpc.codegen.rewrite.kernels.pattern_graph import KernelCall, NodeUsers, Refusal, Replacement, Rewrite
 from smpc.tracer.constants import Ref
 from smpc.tracer.ir import NodeKind
 

@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from smpc.codegen.rewrite.kernels.graph import OUTPUT, KernelCall, NodeUsers, Refusal, Replacement, Rewrite
+from smpc.codegen.rewrite.kernels.pattern_graph import OUTPUT, KernelCall, NodeUsers, Refusal, Replacement, Rewrite
 from smpc.tracer.constants import Ref, map_references
 
 _CROSS_ENTROPY = "cross_entropy"

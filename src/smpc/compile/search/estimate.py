@@ -10,8 +10,8 @@ for one of m microbatches, they compute m (F + B), and wait for
     zb-h2               (p - 1) max(F, F + I - 2 W)                  with m >= 3 p / 2, else as zb-h1
     zb-v                (p - 1) max(F / 2, I / 2, I - W)             with m >= 2 p - 1, else (p - 1) max(F / 2, I - W / 2)
 
-What the busiest rank computes, and what the fullest one holds, is that of a cut in closed form (`smpc.compile.search.profile`). How long
-the step of a plan is, `smpc.compile.step` says.
+What the busiest rank computes, and what the fullest one holds, is that of a cut in closed form (`smpc.compile.search.microbatch_profile`).
+How long the step of a plan is, `smpc.compile.step_breakdown` says.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from smpc.compile.exchange import ExchangedUnit, Sharding, StepSurroundings, exchange_of_units, units_in_time
-from smpc.compile.search.profile import Held, Profile, Stages, in_flight, placement
+from smpc.compile.replica_traffic import ExchangedUnit, Sharding, StepSurroundings, exchange_of_units, units_in_time
+from smpc.compile.search.microbatch_profile import Held, Profile, Stages, in_flight, placement
 from smpc.compile.search.space import Candidate, Shape
 from smpc.compile.search.split_uses import splits
-from smpc.compile.step import BUCKET_BYTES
+from smpc.compile.step_breakdown import BUCKET_BYTES
 from smpc.config.keep import MOST_PARAMETERS, SMALL_PARAMETERS
-from smpc.partitioner.costs.collectives import CollectiveKind, collective_time, least_time
-from smpc.partitioner.costs.cost import CostModel, NodeTimes, weight_times
+from smpc.partitioner.costs.collective_times import CollectiveKind, collective_time, least_time
 from smpc.partitioner.costs.device import Device, Group, Wire
-from smpc.partitioner.graph.recompute import requested_regions
+from smpc.partitioner.costs.node_costs import CostModel, NodeTimes, weight_times
+from smpc.partitioner.graph.recompute_regions import requested_regions
 from smpc.partitioner.memory.peak import distinct_state
 from smpc.partitioner.problem import FloatArray, Scale
 from smpc.partitioner.solvers.coarsen import analyse, chain_problem

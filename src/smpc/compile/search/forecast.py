@@ -24,9 +24,9 @@ from dataclasses import dataclass, field, replace
 from smpc.codegen.offload import resident
 from smpc.codegen.rewrite.outputs import keep_outputs
 from smpc.codegen.simulate import Costs, chain
-from smpc.compile.exchange import Sharding, StepSurroundings
 from smpc.compile.options import PipelineOptions
 from smpc.compile.passes import plan_trace, schedule_plan
+from smpc.compile.replica_traffic import Sharding, StepSurroundings
 from smpc.compile.result import Planned, Traced
 from smpc.compile.search.estimate import (
     EstimatedPlace,
@@ -38,8 +38,9 @@ from smpc.compile.search.estimate import (
     guess_step,
     traffic_of,
 )
-from smpc.compile.search.profile import Profile
-from smpc.compile.search.result import Result
+from smpc.compile.search.least_times import LeastTimes, least_times
+from smpc.compile.search.microbatch_profile import Profile
+from smpc.compile.search.search_result import Result
 from smpc.compile.search.space import (
     Again,
     Candidate,
@@ -52,18 +53,17 @@ from smpc.compile.search.space import (
     shardings,
     wire,
 )
+from smpc.compile.search.working_set import largest_working_set
 from smpc.compile.search.workloads import Load, Workloads
-from smpc.compile.step import StepParts, step_parts
+from smpc.compile.step_breakdown import StepParts, step_parts
 from smpc.errors import ConfigError, PartitionError
 from smpc.mesh import Axis
-from smpc.partitioner.costs.collectives import bandwidth, sent_time
-from smpc.partitioner.costs.cost import node_times
+from smpc.partitioner.costs.collective_times import bandwidth, sent_time
 from smpc.partitioner.costs.device import Group, best_share
-from smpc.partitioner.costs.least_times import LeastTimes, least_times
+from smpc.partitioner.costs.node_costs import node_times
 from smpc.partitioner.graph.plan import Plan
-from smpc.partitioner.graph.recompute import kept_bytes, requested_regions
-from smpc.partitioner.memory.working_set import largest_working_set
-from smpc.partitioner.solve import rank_peaks
+from smpc.partitioner.graph.recompute_regions import kept_bytes, requested_regions
+from smpc.partitioner.planner import rank_peaks
 from smpc.tracer.ir import Trace
 
 _Key = tuple[Load, bool, Group, Group, Group]

@@ -7,7 +7,7 @@
     found.gap                   how much faster one of those that were not planned could be
 
 The sample inputs are the GLOBAL batch: what all replicas process together in one step. It is the same for every candidate (see
-`smpc.compile.search.space`), and what is minimised is the predicted step (`smpc.compile.step`).
+`smpc.compile.search.space`), and what is minimised is the predicted step (`smpc.compile.step_breakdown`).
 
 How. There may be a million candidates, each of which takes a second to plan, and models take seconds to record. So the search goes from
 what looks best to what looks worst, by a guess (`smpc.compile.search.estimate`):
@@ -46,7 +46,7 @@ from torch import nn
 from smpc.compile.result import Planned, Traced
 from smpc.compile.search.estimate import EstimatedSample, Guess, least_peak, least_step
 from smpc.compile.search.forecast import Forecast, Plans
-from smpc.compile.search.result import Result, Search, Verdict, nothing_fits, ordered
+from smpc.compile.search.search_result import Result, Search, Verdict, nothing_fits, ordered
 from smpc.compile.search.space import (
     ALL_SCHEDULES,
     Candidate,
@@ -65,9 +65,9 @@ from smpc.config.numbers import parse_bytes
 from smpc.errors import CodegenError, ConfigError, MemoryLimitError, PartitionError
 from smpc.partitioner.costs.device import Device
 from smpc.partitioner.costs.device_file import find_device
-from smpc.partitioner.costs.optimizers import find_optimizer
+from smpc.partitioner.costs.named_optimizers import find_optimizer
 from smpc.partitioner.graph.plan import Plan
-from smpc.partitioner.solve import MAX_COARSE_UNITS, rank_peaks, with_bound
+from smpc.partitioner.planner import MAX_COARSE_UNITS, rank_peaks, with_bound
 from smpc.sample_inputs import as_inputs
 
 

@@ -3,9 +3,10 @@
 A shape says who has what: a pipeline of p ranks, each of them t tensor-parallel ranks that share every operation and c context-parallel
 ranks that share every sequence, d replicas of it with p t c d = world size, e of which divide the experts of a mixture among them, where
 they are, and m microbatches of a replica's part of the batch. A candidate is a shape and how it is trained: the schedule with v stages on
-a rank, what replicas divide among them (`smpc.compile.exchange.Sharding`), what is computed again in the backward: what the model itself
-asks for ("model"), or some modules as well (`Again`), and whether what these read waits in the host's memory (`offloading`). The global
-batch is the same for all, so m times d times the size of a microbatch is. Tensor-parallel ranks are neighbours: they talk in every block.
+a rank, what replicas divide among them (`smpc.compile.replica_traffic.Sharding`), what is computed again in the backward: what the model
+itself asks for ("model"), or some modules as well (`Again`), and whether what these read waits in the host's memory (`offloading`). The
+global batch is the same for all, so m times d times the size of a microbatch is. Tensor-parallel ranks are neighbours: they talk in every
+block.
 
     >>> degrees = Tried(tensor=(1,), context=(1,), expert=(1,), sharding=(Sharding.NONE,), again=("model",), schedules=("1f1b",))
     >>> [(c.pipeline_parallel_degree, c.microbatches, c.schedule) for c in candidates(2, 2, find_device("h100"), degrees)]
@@ -21,14 +22,14 @@ from dataclasses import dataclass, field, replace
 
 from torch import nn
 
-from smpc.compile.exchange import Sharding
 from smpc.compile.options import PipelineOptions
+from smpc.compile.replica_traffic import Sharding
 from smpc.config.numbers import MAX_PIPELINE_RANKS, size_violation
 from smpc.errors import ConfigError
-from smpc.experts.structure import find_experts
+from smpc.experts.find_experts import find_experts
 from smpc.mesh import Axis, Mesh
 from smpc.partitioner.costs.device import Device, Group, Wire
-from smpc.partitioner.memory.units import repeated_blocks
+from smpc.partitioner.memory.sharded_blocks import repeated_blocks
 from smpc.tracer.ir import ModuleCall, Trace
 
 # name -> stages of a rank that are tried

@@ -22,7 +22,7 @@ from smpc.codegen.offload import action_uses
 from smpc.codegen.program import Op
 from smpc.codegen.schedules.named import choose
 from smpc.codegen.simulate import Costs, chain
-from smpc.partitioner.memory.deferred import ActionUse, Beside
+from smpc.partitioner.memory.memory_by_action import ActionUse, Beside
 from smpc.partitioner.problem import IntArray
 
 _ROUND = 3  # times the stages: microbatches that show all that a schedule of more has in flight

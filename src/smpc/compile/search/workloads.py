@@ -17,16 +17,16 @@ from torch import nn
 from smpc.codegen.rewrite.context_parallel.rewrite import ContextPlan, collectives_of
 from smpc.codegen.rewrite.expert_parallel import Experts, recorded_inside
 from smpc.codegen.rewrite.outputs import loss_outputs
-from smpc.compile.experts import experts_to_divide
+from smpc.compile.divided_experts import experts_to_divide
 from smpc.compile.options import PipelineOptions
 from smpc.compile.passes import ContextSharing, Sharing, rewrite_trace
 from smpc.compile.result import Traced
 from smpc.compile.search.space import Shape
 from smpc.errors import ConfigError, SmpcError
-from smpc.experts.confirm import Confirmations
+from smpc.experts.confirm_cut import Confirmations
 from smpc.mesh import Axis, Mesh
-from smpc.partitioner.costs.cost import Collective, CostModel, NodeTimes, node_times, times_with_collectives
 from smpc.partitioner.costs.device import Device, Group
+from smpc.partitioner.costs.node_costs import Collective, CostModel, NodeTimes, node_times, times_with_collectives
 from smpc.sample_inputs import Inputs, first_microbatch
 from smpc.tracer.ir import Trace
 from smpc.tracer.record import record

@@ -10,7 +10,7 @@ Parameters made with `torch.empty`, which an initializer fills afterwards, are d
 parameter (`smpc.nn.init.script_fills`). A parameter that none of them fills is an error.
 
 A parameter's values depend only on the seed and its name, so a rank that draws some parameters draws the same values as a rank that
-draws all; slices belong to the same whole (`smpc.nn.init.sliced_init` draws them without the whole). The values differ from those that
+draws all; slices belong to the same whole (`smpc.nn.init.draw_in_slices` draws them without the whole). The values differ from those that
 the model would have drawn without the delay. An initializer that needs whole tensors (an orthogonal one, say) gets its module's, which
 are freed at once.
 
@@ -31,10 +31,10 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import swap_tensors
 
 from smpc.errors import ConfigError, ConfigTypeError
-from smpc.executor.draws import seed_of
-from smpc.nn.init.initializers import Fill, reset_of
+from smpc.executor.shared_draws import seed_of
+from smpc.nn.init.draw_in_slices import NotByBlocks, SlicedDrawing, SlicedTarget
+from smpc.nn.init.module_initializers import Fill, reset_of
 from smpc.nn.init.script_fills import fills_of, forget, hand_on, noting, replay
-from smpc.nn.init.sliced_init import NotByBlocks, SlicedDrawing, SlicedTarget
 from smpc.nn.layers.embedding import DistributedEmbedding
 from smpc.nn.layers.linear import DistributedLinear
 from smpc.nn.parallel import DistributedModule, ParameterSlice, own_part_of, whole_shape

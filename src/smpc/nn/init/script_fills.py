@@ -35,7 +35,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatc
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from smpc.errors import ConfigError
-from smpc.nn.init.sliced_init import NotByBlocks, SlicedDrawing, SlicedTarget
+from smpc.nn.init.draw_in_slices import NotByBlocks, SlicedDrawing, SlicedTarget
 from smpc.nn.parallel import own_part_of
 
 _ATEN = torch.ops.aten
@@ -196,7 +196,7 @@ def _add_script_fill(tensor: Tensor, change: Callable[[Tensor], object], *, by_b
 def _imported_script_initializers() -> Iterator[tuple[ModuleType, str, Callable[..., Any]]]:
     """The modules and names of initializers that skip the meta device: scripts import them under these names.
 
-    Perhaps before `smpc.nn.init.whole_fills` has wrapped them.
+    Perhaps before `smpc.nn.init.nn_init_on_slices` has wrapped them.
     """
     current = [vars(torch.nn.init)[name] for name in _PASS_OVER_META]
     functions = {id(function): function for function in (*current, *map(inspect.unwrap, current))}

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from smpc.nn.script_writes.classes import NoticedParameter, between_steps
+from smpc.nn.script_writes.between_steps import NoticedParameter, between_steps
 
 _ALIAS = "_smpc_data"  # of a watched parameter: the alias whose counter counts, None before the first
 _of_parts: Any = WeakTensorKeyDictionary()  # the same of parts, by this rank's tensor

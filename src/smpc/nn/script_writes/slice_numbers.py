@@ -10,8 +10,8 @@
     torch.save({"norm": scale}, path)         an ordinary number in the file
 
 `float(norm)`, with the same warning, functions of `math`, copies and files have ordinary numbers, of which nothing is known. Those that
-differ between ranks are found when ranks compare (`compared`). Sizes of equal slices do not, so `math.sqrt(weight.shape[0])` is an error.
-Comparisons with zero or next to it, infinity, and what was computed, tell nothing of a size, and are any.
+differ between ranks are found when ranks compare (`compare_writes`). Sizes of equal slices do not, so `math.sqrt(weight.shape[0])` is an
+error. Comparisons with zero or next to it, infinity, and what was computed, tell nothing of a size, and are any.
 
 Pickled, they are calls of `float` and `int`, which torch's loader of weights refuses. So torch.save gets ordinary numbers in their place:
 it is changed when the first number is made, and stays so.

@@ -8,10 +8,11 @@ A rank has rows 4 to 7 of a weight of 8 rows, as a tensor of 4 rows:
     weight.data /= weight.data.norm(dim=1, keepdim=True)
     weight.data[3] = 0                        UsageError: it is row 7 of the weight here, and row 3 elsewhere
     weight.data /= weight.data.norm()         UsageError: the norm is that of the slice
-    weight.data.normal_()                     what one process draws, cut (`smpc.nn.init.whole_fills`)
+    weight.data.normal_()                     what one process draws, cut (`smpc.nn.init.nn_init_on_slices`)
 
-What is known of a value, and the terms, are in `rows`; what collectives do to it is in `collectives`. A slice that replicas have in parts
-is a DTensor, and so are its values (SlicePartValues). Writes that are no error are torch's own.
+What is known of a value, and the terms, are in `slice_provenance`; what collectives do to it is in
+`script_collectives`. A slice that replicas have in parts is a DTensor, and so are its values (SlicePartValues). Writes that are no error
+are torch's own.
 """
 
 from __future__ import annotations
@@ -26,10 +27,19 @@ from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves, tree_map
 
 from smpc.errors import UsageError
-from smpc.nn.init.whole_fills import drawn_as_whole, filled_as_whole, whole_shape
+from smpc.nn.init.nn_init_on_slices import drawn_as_whole, filled_as_whole, whole_shape
 from smpc.nn.script_writes.callers import is_script, is_script_beyond_torch
-from smpc.nn.script_writes.collectives import check_collective, have_one_memory, is_collective, known_after
-from smpc.nn.script_writes.rows import (
+from smpc.nn.script_writes.script_collectives import check_collective, have_one_memory, is_collective, known_after
+from smpc.nn.script_writes.slice_numbers import (
+    SliceInt,
+    SliceNumber,
+    decided,
+    known_number,
+    number_of,
+    tells_of_size,
+    warn_of_shown,
+)
+from smpc.nn.script_writes.slice_provenance import (
     AGAIN,
     OPERATORS,
     SLICE,
@@ -54,17 +64,8 @@ from smpc.nn.script_writes.rows import (
     seen_on_wide,
     unknown_view,
 )
-from smpc.nn.script_writes.sizes import WithSizes
-from smpc.nn.script_writes.slice_numbers import (
-    SliceInt,
-    SliceNumber,
-    decided,
-    known_number,
-    number_of,
-    tells_of_size,
-    warn_of_shown,
-)
-from smpc.nn.script_writes.used import ANY, Rows, Used, used_by_all, used_in
+from smpc.nn.script_writes.slice_sizes import WithSizes
+from smpc.nn.script_writes.write_operands import ANY, Rows, Used, used_by_all, used_in
 
 _OVERWRITE = ("zero_", "fill_", "copy_")
 _ORDERS = ("lt", "le", "gt", "ge", "less", "less_equal", "greater", "greater_equal")

@@ -54,7 +54,7 @@ from smpc.observe.observer import BUSY, RankRecord, StepRecord
 from smpc.partitioner.graph.plan import Plan
 from smpc.report.format import count, format_bytes, format_time
 from smpc.report.measured.steps import Message, PipelineStep, messages_of, pipeline_steps
-from smpc.report.memory import memory_curves
+from smpc.report.memory_curve import memory_curves
 from smpc.report.predict import plan_links, plan_timeline
 
 _BOOKKEEPING = (Op.MOVE, Op.MOVE_GRAD, Op.OFFLOAD, Op.RELEASE, Op.RELOAD)

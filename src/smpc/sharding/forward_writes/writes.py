@@ -30,9 +30,9 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Shard
 
 from smpc.errors import StepError
+from smpc.sharding.dtensors import digest, local, own_part_of_sharded
 from smpc.sharding.forward_writes.freezing import FollowedFreezing
 from smpc.sharding.forward_writes.row_norms import LookedUpRows, Lookup
-from smpc.sharding.tensors import digest, local, own_part_of_sharded
 
 _NOTHING = torch.iinfo(torch.int64).min
 

@@ -6,7 +6,7 @@
 
 The ranks of a group are replicas, each with a batch of its own. Of every mixture each rank holds only some experts, which serve the tokens
 of all ranks (`smpc.experts`). So gradients of experts are averaged over the ranks that hold the same experts
-(`smpc.executor.replicas.apart`), all other gradients over all replicas. State dicts, checkpoints and norms see experts as slices
+(`smpc.executor.replicas.divided_modules`), all other gradients over all replicas. State dicts, checkpoints and norms see experts as slices
 along their first dimension.
 
 If experts are modules of their own, each rank has all rows of some, and no rows of the others.
@@ -30,18 +30,18 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from smpc.errors import ConfigError, ConfigUnsupportedError, StepError
 from smpc.executor.collectives import TensorGroup
-from smpc.executor.replicas.apart import ExpertReplicas, ExpertsApart
 from smpc.executor.replicas.data_parallel import broadcast
+from smpc.executor.replicas.divided_modules import ExpertReplicas, ExpertsApart
 from smpc.executor.replicas.group_hooks import StepHooks
-from smpc.experts.confirm import Confirmations, Confirmed
+from smpc.experts.confirm_cut import Confirmations, Confirmed
 from smpc.experts.dispatch import owned
+from smpc.experts.find_experts import Found, Listed, Stacked, find_experts, shared_and_trained, uses_of_parameters
 from smpc.experts.listed import ListedBlock, rows_of_rank, spread_out, unsuited_as_rows
 from smpc.experts.stacked import Options, become_part, look_at
-from smpc.experts.structure import Found, Listed, Stacked, find_experts, shared_and_trained, uses_of_parameters
 from smpc.mesh import Axis
-from smpc.nn.init.sliced_models import note_rows
+from smpc.nn.init.note_slices import note_rows
 from smpc.nn.parallel import ParameterSlice
-from smpc.sharding.tensors import has_hooks
+from smpc.sharding.dtensors import has_hooks
 from smpc.tracer.ir import Trace
 from smpc.v1.layout.placement import Placement, Slices
 from smpc.v1.session.object_messages import gather_objects
@@ -200,7 +200,7 @@ class DividedExperts:
 
 @dataclass(frozen=True, slots=True)
 class _Called:
-    """See `smpc.executor.replicas.apart.CalledExperts`: for blocks whose experts are modules of their own."""
+    """See `smpc.executor.replicas.divided_modules.CalledExperts`: for blocks whose experts are modules of their own."""
 
     blocks: tuple[ListedBlock, ...]
 

@@ -5,6 +5,8 @@ Terms
     foreign     used by stages of other ranks only: its memory is given back here. The Parameter objects stay, with empty
                 tensors in them, so that optimizers made before keep working: they skip what has no gradient. Others who use
                 them are told (`smpc.absent`)
+    out of date a buffer of other ranks' stages into which forward writes: its memory stays here, with the values of before, and who
+                reads them is told
     skeleton    meta tensors of the original sizes, which replace the parameters when the model is recorded again
 
 Names are the canonical fully qualified names of `named_parameters()` and `named_buffers()`.
@@ -25,6 +27,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import weakref
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
@@ -32,13 +35,14 @@ import torch
 from torch import Tensor, nn
 
 from smpc import checkpoint
-from smpc.absent.tensors import AbsentPlace, AbsentTexts, empty, mark, unmark
+from smpc.absent.absent_tensors import Absent, AbsentPlace, AbsentTexts, empty, mark, unmark
+from smpc.absent.stale_attributes import StaleAttributes
 from smpc.errors import CheckpointError, PartitionError
 from smpc.executor.collectives import TensorGroup
 from smpc.nn.init.delayed import draw_delayed
 from smpc.nn.parallel import ParameterSlice, distributed_modules
-from smpc.nn.script_writes.compared import Writes
-from smpc.nn.script_writes.slices import note_own
+from smpc.nn.script_writes.compare_writes import Writes
+from smpc.nn.script_writes.slice_parameters import note_own
 from smpc.partitioner.graph.plan import Plan
 from smpc.tracer.state.fakes import FakeState, installed, on_meta
 from smpc.tracer.state.state_use import StateUse, moved_buffer
@@ -53,6 +57,14 @@ _TEXTS = AbsentTexts(
         "For the norm of all, torch.nn.utils.clip_grad_norm_(model.parameters(), float('inf')); for this rank's gradients, "
         "model.local_parameters()"
     ),
+)
+_OUT_OF_DATE = AbsentTexts(
+    lack="its values of before the last step alone",
+    advice=(
+        "take it from model.state_dict(), called on every rank, which has all values; or read it on a rank that has it "
+        "(model.local_named_buffers()), and send it to the others"
+    ),
+    gradients="",
 )
 
 
@@ -174,6 +186,8 @@ class Placement:
         self.writes = None if group is None else Writes(None, group, self._holders)
         self._asked: dict[str, None] = {}
         self._written: frozenset[str] = frozenset()  # buffers, by any program
+        self.out_of_date: tuple[str, ...] = ()  # of these, the ones that other ranks write
+        self.attributes = StaleAttributes(model, rank)
         self._slices: dict[str, tuple[ParameterSlice, torch.Size]] = {}
         self._skeleton = {name: _meta(tensor) for name, tensor in self._state().items()}
 
@@ -201,6 +215,7 @@ class Placement:
             raise PartitionError(moved)
         for name, ranks in found.items():
             self._holders.setdefault(name, ranks)
+        self.out_of_date = tuple(sorted(name for name in self._written if not self.is_local(name)))
 
     def is_local(self, name: str) -> bool:
         """Whether this rank holds a parameter or buffer."""
@@ -242,7 +257,7 @@ class Placement:
         draw_delayed(self._model, torch.device("cpu"), self._seed, slices=self._slices)
 
     def apply(self) -> None:
-        """Free foreign parameters, and move local ones to the device. All buffers are kept: they are small, and may be read anywhere."""
+        """Free foreign parameters, and move local ones to the device. All buffers are kept: they are small, and most are never written."""
         self.release_graphs()
         draw_delayed(self._model, self._device, self._seed, self.is_local, self._slices)
         for name, parameter in self._parameters.items():
@@ -269,6 +284,17 @@ class Placement:
             own = [name for name in self._parameters if self.is_local(name)]
             note_own(self._model, {name: self._again(name) for name in own if name not in self._noted}, self.writes)
             self._noted |= {*own}
+
+    def note_written(self) -> None:
+        """A step has run: other ranks have written into their buffers, of which this one has the values of before, and set attributes."""
+        if self.attributes:
+            self.attributes.mark()
+        for name in self.out_of_date:
+            owner, _, own = name.rpartition(".")
+            buffer = self._model.get_submodule(owner)._buffers.get(own)
+            if buffer is not None and not isinstance(buffer, Absent):
+                place = AbsentPlace(name, buffer.shape, self._holders[name], self._rank, type(buffer), _OUT_OF_DATE)
+                mark(buffer, dataclasses.replace(place, owner=weakref.ref(buffer)))
 
     def _again(self, name: str) -> tuple[int, ...]:
         """All ranks that hold a parameter which this one does not hold as the first."""
@@ -320,7 +346,7 @@ class Placement:
             stand_in.__dict__ = tensor.__dict__  # attributes set by scripts: guards watch this dict object
             state.by_original[id(tensor)] = stand_in
         state.by_original.update(on_meta(self._model))
-        with installed(self._model, state):
+        with self.attributes.hidden(), installed(self._model, state):
             yield
 
     def _state(self) -> dict[str, Tensor]:

@@ -24,10 +24,10 @@ from smpc.executor.replicas.group_hooks import StepHooks, TensorReplicas
 from smpc.mesh import Axis
 from smpc.nn.distribution.distribute import distribute
 from smpc.nn.distribution.registry import Registry
-from smpc.nn.init.sliced_models import note_distributed
+from smpc.nn.init.note_slices import note_distributed
 from smpc.nn.parallel import DistributedModule, distributed_modules
 from smpc.nn.registration import StateHook, Translation
-from smpc.v1.layout.compiled_tensors import CompiledTensors
+from smpc.v1.layout.found_tensor_parallelism import CompiledTensors
 from smpc.v1.layout.placement import Slices, digest_of
 from smpc.v1.session.object_messages import gather_objects
 from smpc.v1.session.process_state import Session, state

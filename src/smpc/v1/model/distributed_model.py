@@ -37,8 +37,8 @@ from smpc.executor.collectives import TensorGroup
 from smpc.executor.failure.start import StartPhase
 from smpc.mesh import Axis
 from smpc.v1.declare.recompute import apply_marks
-from smpc.v1.layout.compiled_tensors import make_compiled_tensors
 from smpc.v1.layout.experts import divide_experts
+from smpc.v1.layout.found_tensor_parallelism import make_compiled_tensors
 from smpc.v1.layout.placement import Placement
 from smpc.v1.layout.tensor_parallel import Distribution
 from smpc.v1.model.checks import (
@@ -53,22 +53,22 @@ from smpc.v1.model.checks import (
     check_marks,
     compiled_wrapper,
 )
+from smpc.v1.model.module_state import ShownModel, StateExchange
 from smpc.v1.model.observed import ObservedModel, held_tensors, make_observer
 from smpc.v1.model.replication import Replicated, Replication
-from smpc.v1.model.stateful import ShownModel, StateExchange
-from smpc.v1.session.connections import make_control, make_state_control, make_transport
+from smpc.v1.session.pipeline_groups import make_control, make_state_control, make_transport
 from smpc.v1.session.precision import Precision, cast_module, half_dtype
 from smpc.v1.session.process_state import Script, state
 from smpc.v1.session.supervision import Supervision
 from smpc.v1.session.wait_limits import enter
 from smpc.v1.steps.arguments import StepBody
-from smpc.v1.steps.calls import Gradients, ModelCalls, Tensors, cast_inputs, cast_outputs
 from smpc.v1.steps.context import Hook, Measures, ModelHooks, StepContext
 from smpc.v1.steps.context_parallel import make_shared_sequences
-from smpc.v1.steps.join.experts import JoinOfExperts
-from smpc.v1.steps.join.parts import JoinOfParts
-from smpc.v1.steps.join.phases import Join, JoinOptions
-from smpc.v1.steps.join.wholes import JoinOfWholes
+from smpc.v1.steps.join.join import Join, JoinOptions
+from smpc.v1.steps.join.join_of_experts import JoinOfExperts
+from smpc.v1.steps.join.join_of_parts import JoinOfParts
+from smpc.v1.steps.join.join_of_wholes import JoinOfWholes
+from smpc.v1.steps.model_calls import Gradients, ModelCalls, Tensors, cast_inputs, cast_outputs
 from smpc.v1.steps.pipeline import Pipeline
 from smpc.v1.steps.step import StepRunner
 from smpc.v1.steps.unpipelined import Single

@@ -46,15 +46,15 @@ from smpc.config import Config
 from smpc.config.keep import keep_of
 from smpc.errors import ConfigError, ConfigUnsupportedError, UsageError
 from smpc.executor import StageReplicas
-from smpc.executor.replicas.apart import ExpertsApart
+from smpc.executor.replicas.divided_modules import ExpertsApart
 from smpc.executor.replicas.fully_shard import ModuleShards, StageShards
 from smpc.executor.replicas.group_hooks import StepHooks
 from smpc.mesh import Axis
 from smpc.mesh.device_mesh import device_mesh
-from smpc.nn.init.sliced_models import note_parts
-from smpc.nn.script_writes.classes import notice_again
+from smpc.nn.init.note_slices import note_parts
+from smpc.nn.script_writes.between_steps import notice_again
 from smpc.sharding import ShardingOptions, Unit, find_units
-from smpc.sharding.tensors import local
+from smpc.sharding.dtensors import local
 from smpc.sharding.wide_gradients import widen
 from smpc.v1.session.process_state import Session
 from smpc.v1.session.wait_limits import exchange

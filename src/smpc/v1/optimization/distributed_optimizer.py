@@ -40,13 +40,13 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 from torch.utils.hooks import RemovableHandle
 
-from smpc.absent.tensors import AbsentParameter, reading_gradients
+from smpc.absent.absent_tensors import AbsentParameter, reading_gradients
 from smpc.checkpoint.stateful import LocalStateDict, Purpose, asked_by_torch
 from smpc.errors import ConfigError, ConfigTypeError, UsageError
 from smpc.nn.script_writes.slice_numbers import KINDS, check_numbers
 from smpc.optimizers.gradients import check_finite, clip_by, norm_of
 from smpc.optimizers.torch_patches import is_check_of_optimizers, looks_at_others
-from smpc.sharding.tensors import as_state_of, refuse_parts
+from smpc.sharding.dtensors import as_state_of, refuse_parts
 from smpc.v1.model.distributed_model import DistributedModel
 from smpc.v1.optimization.equal_optimizers import OptimizerAgreement
 from smpc.v1.optimization.fused import FusedLamb, FusedNovoGrad, SessionNormGroups
@@ -54,7 +54,7 @@ from smpc.v1.optimization.loss_scale import LossScaler, make_scaler, refuse_torc
 from smpc.v1.optimization.optimizer_state import MASTER, OptimizerState
 from smpc.v1.optimization.sharded_optimizer_state import ShardedNames, Shards, max_norm
 from smpc.v1.optimization.update_targets import Updates, is_elementwise, is_elementwise_in_trial
-from smpc.v1.session.connections import make_world_control
+from smpc.v1.session.pipeline_groups import make_world_control
 from smpc.v1.session.precision import found_anywhere, session_half_dtype
 from smpc.v1.session.process_state import ended, state
 from smpc.v1.session.step_messages import Control

@@ -34,7 +34,7 @@ from smpc.checkpoint.stateful import LocalStateDict, held
 from smpc.errors import CheckpointError, ConfigError
 from smpc.executor.replicas.data_parallel import broadcast
 from smpc.nn import parallel
-from smpc.sharding.tensors import as_state_of, local, whole
+from smpc.sharding.dtensors import as_state_of, local, whole
 from smpc.v1.layout.placement import place
 from smpc.v1.model.distributed_model import DistributedModel
 from smpc.v1.optimization.loss_scale import LossScaler
@@ -42,8 +42,8 @@ from smpc.v1.optimization.sharded_optimizer_state import Range
 from smpc.v1.optimization.update_targets import Updates
 from smpc.v1.session.process_state import state
 from smpc.v1.session.step_messages import Control
-from smpc.v1.state_dicts.local import PARTIAL
-from smpc.v1.state_dicts.merge import fill, merge, stream, survey
+from smpc.v1.state_dicts.merge_ranks import fill, merge, stream, survey
+from smpc.v1.state_dicts.rank_state import PARTIAL
 
 
 @torch.no_grad()

@@ -81,7 +81,7 @@ from torch.optim import Optimizer
 from smpc.mesh import Axis
 from smpc.nn.parallel import ParameterSlice
 from smpc.nn.script_writes.data_aliases import data_version, watch_data
-from smpc.sharding.tensors import local
+from smpc.sharding.dtensors import local
 from smpc.v1.session.process_state import Session, state
 
 

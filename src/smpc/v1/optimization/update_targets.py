@@ -44,7 +44,7 @@ from smpc.errors import UsageError
 from smpc.mesh import Axis
 from smpc.nn.script_writes.data_aliases import data_version, watch_data
 from smpc.optimizers import elementwise
-from smpc.sharding.tensors import local, updating_parts
+from smpc.sharding.dtensors import local, updating_parts
 from smpc.v1.model.distributed_model import DistributedModel
 from smpc.v1.optimization import fused as session_fused
 from smpc.v1.optimization.sharded_optimizer_state import AssignedParameter, OwnParts, Shards

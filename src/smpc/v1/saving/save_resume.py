@@ -63,7 +63,7 @@ from smpc.v1.optimization.distributed_optimizer import DistributedOptimizer
 from smpc.v1.optimization.optimizer_state import KIND, MASTER, SEPARATOR
 from smpc.v1.saving import data_position, full
 from smpc.v1.saving.data_position import StatefulData, check_data
-from smpc.v1.session.connections import job_store
+from smpc.v1.session.pipeline_groups import job_store
 from smpc.v1.session.precision import session_half_dtype
 from smpc.v1.session.process_state import Script, Session, state
 from smpc.v1.session.wait_limits import loading

@@ -47,7 +47,7 @@ from smpc.dist.sampling import divide_data
 from smpc.errors import ConfigError, PeerError, TransportError
 from smpc.executor import FailureMonitor
 from smpc.executor.collectives import TensorGroup
-from smpc.executor.failure.processes import Process
+from smpc.executor.failure.process_reports import Process
 from smpc.executor.failure.start import StartPhase
 from smpc.executor.host_memory.freed_memory import keep_freed_memory
 from smpc.executor.measure.link_measurement import clock_offset

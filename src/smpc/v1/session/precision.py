@@ -4,7 +4,7 @@
     inputs of the model             fp32 tensors among them are cast to the parameters' dtype
     outputs of the model            fp16 and bf16 tensors are cast to fp32, so that losses of the step function are computed in it
     gradients                       have the parameters' dtype, or, with `_fp32_grad_accumulation`, add up in fp32 (see
-                                    `smpc.sharding.tensors`); with fp16 they are of the loss times a loss scale
+                                    `smpc.sharding.dtensors`); with fp16 they are of the loss times a loss scale
     updates                         of fp32 masters, of which the parameters are rounded copies: see `smpc.v1.optimization.update_targets`
 
 Without these keys nothing is cast.
@@ -29,7 +29,7 @@ def half_dtype(config: Config) -> torch.dtype | None:
 
 
 def planned_optimizer(config: Config) -> str:
-    """The precision for which memory is predicted: see `smpc.partitioner.costs.cost`."""
+    """The precision for which memory is predicted: see `smpc.partitioner.costs.node_costs`."""
     if half_dtype(config) is None:
         return "adam"
     return "adamw-fp32-master-wide-grad" if config._fp32_grad_accumulation else "adamw-fp32-master"

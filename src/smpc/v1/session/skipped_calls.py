@@ -29,7 +29,7 @@ from smpc.executor.failure.monitor import FailureMonitor
 from smpc.executor.failure.stall import WAITS, activity_of, frame_of, stack_of
 from smpc.mesh import Axis
 from smpc.v1.session import step_messages
-from smpc.v1.session.connections import job_store
+from smpc.v1.session.pipeline_groups import job_store
 from smpc.v1.session.process_state import Session, state
 
 _BLOCKED_SECONDS = 10.0  # in which a collective call that others have entered would end

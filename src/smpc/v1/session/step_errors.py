@@ -24,7 +24,7 @@ from smpc.errors import (
     TraceError,
     VerificationError,
 )
-from smpc.executor.failure.processes import ProcessReport
+from smpc.executor.failure.process_reports import ProcessReport
 from smpc.launch.worker import write_report
 
 Description = tuple[str, str, str | None]  # class name, text, the line of the script that it comes from

@@ -33,7 +33,7 @@ _WAITS = tuple(
     str(_PACKAGE / name)
     for name in (
         "v1/session/step_messages.py",
-        "v1/steps/join/phases.py",
+        "v1/steps/join/join.py",
         "checkpoint/channel.py",
         "experts/shuffle.py",
         "optimizers/norm_groups.py",

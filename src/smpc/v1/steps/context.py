@@ -32,22 +32,22 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from smpc.executor.failure.start import StartPhase
-from smpc.nn.script_writes.classes import plain_parameters
+from smpc.nn.script_writes.between_steps import plain_parameters
 from smpc.observe.observer import Observer
-from smpc.sharding.tensors import local
-from smpc.v1.layout.compiled_tensors import CompiledTensors
+from smpc.sharding.dtensors import local
 from smpc.v1.layout.experts import DividedExperts
+from smpc.v1.layout.found_tensor_parallelism import CompiledTensors
 from smpc.v1.layout.placement import Placement, digest_of
 from smpc.v1.layout.tensor_parallel import Distribution
 from smpc.v1.session.precision import Precision
 from smpc.v1.session.process_state import Script, Session
 from smpc.v1.session.supervision import Supervision
 from smpc.v1.session.wait_limits import enter
-from smpc.v1.steps.calls import KeptOutputs, ModelCalls
 from smpc.v1.steps.context_parallel import SharedSequences
+from smpc.v1.steps.model_calls import KeptOutputs, ModelCalls
 
 if TYPE_CHECKING:
-    from smpc.v1.steps.join.phases import Join
+    from smpc.v1.steps.join.join import Join
     from smpc.v1.steps.results import Losses
 
 

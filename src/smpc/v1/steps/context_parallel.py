@@ -26,7 +26,7 @@ from smpc.codegen.rewrite.tensor_parallel.rewrite import CONTEXT, group_attribut
 from smpc.compile.passes import ContextSharing
 from smpc.errors import StepError, TraceError
 from smpc.executor.collectives import TensorGroup
-from smpc.executor.draws import draw_as_first
+from smpc.executor.shared_draws import draw_as_first
 from smpc.mesh import Axis
 from smpc.sample_inputs import Inputs
 from smpc.tracer.constants import is_constant, normalise

@@ -41,6 +41,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from smpc.absent.stale_attributes import AttributeWatch
 from smpc.codegen.stage import StageModule
 from smpc.compile.result import Compilation
 from smpc.errors import StepError, UsageError
@@ -57,11 +58,10 @@ from smpc.tracer.state.state_use import StateUse
 from smpc.v1.session.step_errors import AGREED, Description, describe, raise_error_on_all_ranks
 from smpc.v1.session.step_messages import Control
 from smpc.v1.steps.arguments import ArgumentForm, Arguments, StepBody, form_of, merge_arguments, on_device
-from smpc.v1.steps.calls import Capture, Captured, Tail
 from smpc.v1.steps.context import StepContext
 from smpc.v1.steps.context_parallel import SharedSequences, digests_of
-from smpc.v1.steps.draws import DRAWS, Sent, as_tensors, drawing_from
 from smpc.v1.steps.given_inputs import GivenBefore, GivenElsewhere, GivenInputs
+from smpc.v1.steps.model_calls import Capture, Captured, Tail
 from smpc.v1.steps.programs.compiler import Compiler
 from smpc.v1.steps.programs.signature import (
     ModeReader,
@@ -82,6 +82,7 @@ from smpc.v1.steps.results import (
     read_results,
     take,
 )
+from smpc.v1.steps.step_draws import DRAWS, Sent, as_tensors, drawing_from
 from smpc.verification.random_state import RandomState
 
 
@@ -230,6 +231,7 @@ class Pipeline:
         self.saved_plan: Plan | None = None  # of the checkpoint to resume from
         self._phase = "between steps"
         self._is_done = False  # the instructions of this step
+        self._watches: dict[int, AttributeWatch] = {}  # by program that has not run yet
         self._given: list[GivenElsewhere] = []  # in this step, if rank 0 has told
         self._is_asked = False  # this step, without an error: what follows is not for this pipeline alone to give up
 
@@ -360,6 +362,11 @@ class Pipeline:
                 None if tail is None else tail.on_output,
                 training=trains,
             )
+        placement = self._context.placement
+        if program in self._watches:
+            placement.attributes.note(self._control.gather(self._watches.pop(program).changed()))
+        if placement.out_of_date or placement.attributes:
+            placement.note_written()
         self._phase, self._is_done = f"the end of step function {body.name}", True
         outcome = self._share(body, memory, program, tail)
         self._control.acknowledge(self._last)
@@ -582,7 +589,8 @@ class Pipeline:
             if context.tensors is None:
                 context.placement.apply()
             else:
-                context.tensors.place(context.placement)
+                optimizer = context.script.optimizer
+                context.tensors.place(context.placement, {} if optimizer is None else optimizer.state)
             self.first = compilation
             context.is_cut = True
             if context.sequences is not None:
@@ -591,6 +599,8 @@ class Pipeline:
         for memory in self._memories.values():
             memory.trains.pop(program, None)  # knowledge of the replaced program
         self._runtime.install(compilation, program)
+        own = compilation.programs[self._control.rank].stages
+        self._watches[program] = AttributeWatch(context.module, {name for code in own for name in code.modules})
         if not self.programs.entries:
             self._modes.rebase()  # the parameters may have been replaced
         self.programs.put(program, signature, recording)

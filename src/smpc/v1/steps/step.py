@@ -39,8 +39,8 @@ from smpc.observe.observer import StepWatch
 from smpc.v1.session.process_state import Script, state
 from smpc.v1.session.step_errors import from_script, user_part
 from smpc.v1.steps.arguments import Arguments, StepBody
-from smpc.v1.steps.calls import ModelCalls, autocast_of_step_function
 from smpc.v1.steps.context import StepContext
+from smpc.v1.steps.model_calls import ModelCalls, autocast_of_step_function
 from smpc.v1.steps.results import describe_verdict
 from smpc.v1.steps.unpipelined import Single
 

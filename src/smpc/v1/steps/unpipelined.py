@@ -33,14 +33,14 @@ from smpc.errors import StepError
 from smpc.executor.replicas.fully_shard import ModuleShards
 from smpc.executor.replicas.group_hooks import StepHooks, innermost
 from smpc.mesh import Axis
-from smpc.nn.script_writes.compared import compare_scripts
+from smpc.nn.script_writes.compare_writes import compare_scripts
 from smpc.observe.observer import StepWatch, batch_of
 from smpc.sample_inputs import Inputs
 from smpc.sharding.conversions import conversions_refused
 from smpc.tracer.ir import Autocast
 from smpc.v1.steps.arguments import Arguments, StepBody, on_device
-from smpc.v1.steps.calls import Gradients, KeptOutputs, LocalCall, Tensors, check_loss, make_roots
 from smpc.v1.steps.context import StepContext
+from smpc.v1.steps.model_calls import Gradients, KeptOutputs, LocalCall, Tensors, check_loss, make_roots
 from smpc.v1.steps.programs.signature import ModeReader, Signature, read_signature
 from smpc.v1.steps.results import Losses, agree, read_results, take
 from smpc.v1.steps.same_layers import SameLayers

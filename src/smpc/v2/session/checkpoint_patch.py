@@ -17,7 +17,7 @@ from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
 from smpc.mesh import Axis
 from smpc.optimizers.torch_patches import replace_method
 from smpc.v2.state_handler import Session
-from smpc.v2.transforming.slices import as_boxes, take_over
+from smpc.v2.transforming.transformed_slices import as_boxes, take_over
 
 
 def patch_distributed_checkpoints(session: Session) -> list[Callable[[], None]]:

@@ -5,7 +5,7 @@
 
 Sources are a dict, flat or nested as a SageMaker estimator takes it, the text of a JSON object, or the path of a file with one; the JSON
 object in the environment variable SM_HP_MP_PARAMETERS overrides it. Everything that is wrong is said in one error
-(`smpc.config.report`), before anything is started.
+(`smpc.config.violations`), before anything is started.
 
 Degrees of parallelism keep rules on a number of ranks (`broken_rules`).
 
@@ -35,7 +35,7 @@ from typing import Any
 from smpc.config import parse_json, read_file
 from smpc.config.key import key
 from smpc.config.numbers import MAX_COUNT, MAX_RANKS, MAX_SEED
-from smpc.config.report import Report, Schema
+from smpc.config.violations import Report, Schema
 from smpc.errors import ConfigError, ConfigTypeError
 
 

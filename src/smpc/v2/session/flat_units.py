@@ -39,7 +39,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.weak import WeakIdKeyDictionary
 
 from smpc.errors import StepError, UsageError
-from smpc.in_place.skeleton import plain_name
+from smpc.in_place.model_copy import plain_name
 from smpc.optimizers.torch_patches import held_by, replace_method
 from smpc.sharding.backwards import is_in_backward
 from smpc.sharding.in_step import exchange, message_group

@@ -45,11 +45,11 @@ from smpc.errors import UsageError
 from smpc.executor.layer_offload import LayerOffload
 from smpc.experts.listed import holds_parts
 from smpc.experts.stacked import PartOfExperts
-from smpc.in_place.skeleton import plain_name
+from smpc.in_place.model_copy import plain_name
 from smpc.mesh import Axis
 from smpc.mesh.device_mesh import device_mesh
 from smpc.optimizers.torch_patches import patch_attribute, replace_method
-from smpc.sharding.tensors import has_hooks
+from smpc.sharding.dtensors import has_hooks
 from smpc.v2.session.checkpoint_patch import patch_distributed_checkpoints
 from smpc.v2.session.evaluations import let_go_after_evaluations
 from smpc.v2.session.flat_units import FlatUnits
@@ -58,7 +58,7 @@ from smpc.v2.session.gradient_patch import note_unit, patch_gradients
 from smpc.v2.session.ranks_in_step import ScriptUnits
 from smpc.v2.state_handler import Session, state
 from smpc.v2.transforming.listed_experts import check_flat, check_unit, follow_gradients
-from smpc.v2.transforming.slices import is_sliced, make_distributed, notice_writes
+from smpc.v2.transforming.transformed_slices import is_sliced, make_distributed, notice_writes
 
 _OF_OTHERS = ("auto_wrap_policy", "ignored_modules", "ignored_states")
 _HYBRID = {

@@ -38,11 +38,11 @@ from torch.distributed.fsdp import (
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from smpc.in_place.skeleton import plain_name
+from smpc.in_place.model_copy import plain_name
 from smpc.mesh import Axis
 from smpc.optimizers.torch_patches import Undo, patch_attribute
 from smpc.v2.state_handler import Session
-from smpc.v2.transforming.slices import ParameterPart, device_for, map_parts, slices_of
+from smpc.v2.transforming.transformed_slices import ParameterPart, device_for, map_parts, slices_of
 
 
 def put_together(state: Any, device: torch.device | None = None, *, keep: bool = True) -> Any:

@@ -27,7 +27,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel, fully_sharded_data_
 from torch.nn.parallel import DistributedDataParallel
 
 from smpc.errors import ConfigUnsupportedError, UsageError
-from smpc.in_place.skeleton import plain_name
+from smpc.in_place.model_copy import plain_name
 from smpc.mesh import Axis
 from smpc.optimizers.torch_patches import (
     Tensors,
@@ -40,7 +40,7 @@ from smpc.optimizers.torch_patches import (
 )
 from smpc.v2.grad_norm import clip_shared
 from smpc.v2.state_handler import Session
-from smpc.v2.transforming.slices import slices_of, transformed_models
+from smpc.v2.transforming.transformed_slices import slices_of, transformed_models
 
 _units: weakref.WeakSet[FullyShardedDataParallel] = weakref.WeakSet()
 

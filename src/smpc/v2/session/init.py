@@ -26,7 +26,7 @@ from smpc.places import Place
 from smpc.v2.session.config import SessionConfig
 from smpc.v2.session.fsdp_patch import patch
 from smpc.v2.state_handler import Session, state
-from smpc.v2.transforming.slices import forget_models
+from smpc.v2.transforming.transformed_slices import forget_models
 
 _SECONDS = 1800.0  # that a wait for other ranks may take, in a world that is started here
 

@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
 
-from smpc.nn.init.sliced_models import note_parts
+from smpc.nn.init.note_slices import note_parts
 from smpc.optimizers.torch_patches import replace_method
 from smpc.sharding.backwards import is_in_backward
 from smpc.sharding.forward_writes.writes import KeptWrites

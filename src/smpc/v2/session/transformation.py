@@ -21,14 +21,14 @@ from torch import Tensor, nn
 from smpc.errors import ConfigError, ConfigTypeError, ConfigUnsupportedError, UsageError
 from smpc.executor.collectives import TensorGroup
 from smpc.mesh import Axis
-from smpc.nn.init.initializers import note_writes
+from smpc.nn.init.module_initializers import note_writes
 from smpc.sample_inputs import Inputs, as_inputs
 from smpc.v2.moe.moe_config import MoEConfig
 from smpc.v2.state_handler import Session, state
 from smpc.v2.tensor_parallel.transformer import mark_layers
-from smpc.v2.transforming.experts import divide_experts
 from smpc.v2.transforming.sharing import share
-from smpc.v2.transforming.slices import FIRST_RANK
+from smpc.v2.transforming.transformed_experts import divide_experts
+from smpc.v2.transforming.transformed_slices import FIRST_RANK
 
 SAMPLE = "sample_inputs"
 _LENGTH = 512

@@ -24,12 +24,12 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from smpc.errors import ConfigUnsupportedError, UsageError
 from smpc.executor.collectives import TensorGroup, sum_over
 from smpc.experts.listed import ListedBlock, holds_parts
-from smpc.in_place.skeleton import plain_name
+from smpc.in_place.model_copy import plain_name
 from smpc.mesh import Axis
 from smpc.optimizers.norm_groups import local_part
 from smpc.optimizers.torch_patches import Undo, held_by, replace_method
 from smpc.v2.state_handler import Session
-from smpc.v2.transforming.slices import device_for, transformed_models
+from smpc.v2.transforming.transformed_slices import device_for, transformed_models
 
 _DIVIDED = "_smpc_listed_experts"  # of a transformed model
 

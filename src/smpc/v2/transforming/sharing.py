@@ -32,23 +32,30 @@ from smpc.codegen.rewrite.context_parallel.rewrite import ZIGZAG, ContextPlan
 from smpc.codegen.rewrite.expert_parallel import parts_of_experts
 from smpc.codegen.rewrite.tensor_parallel.layouts import Layout
 from smpc.codegen.rewrite.tensor_parallel.rewrite import CONTEXT, TENSOR, group_attribute
-from smpc.compile.experts import find_sharing_plan
+from smpc.compile.divided_experts import find_sharing_plan
 from smpc.compile.passes import ContextSharing, Sharing, rewrite_trace
 from smpc.compile.result import Traced
 from smpc.containers import map_tensors
 from smpc.errors import SmpcError, UsageError
 from smpc.executor.collectives import TensorGroup, gathered
-from smpc.executor.draws import draw_as_first
+from smpc.executor.shared_draws import draw_as_first
 from smpc.executor.tensor_ops import all_gather, own_part
-from smpc.experts.linear import scale_gradient
+from smpc.experts.expert_linear import scale_gradient
 from smpc.in_place import InPlace, WholeParameter, skeleton, whole_parameters
-from smpc.nn.script_writes.classes import are_noticed, plain_parameters
-from smpc.nn.script_writes.compared import compare_scripts
+from smpc.nn.script_writes.between_steps import are_noticed, plain_parameters
+from smpc.nn.script_writes.compare_writes import compare_scripts
 from smpc.recorded_module import OPTIONS, check_not_shared
 from smpc.sample_inputs import Inputs
 from smpc.tracer.ir import NodeKind, Trace
 from smpc.tracer.record import record
-from smpc.v2.transforming.slices import ParameterPart, PartsByName, SliceCut, keep_slices, note_slices, note_writes
+from smpc.v2.transforming.transformed_slices import (
+    ParameterPart,
+    PartsByName,
+    SliceCut,
+    keep_slices,
+    note_slices,
+    note_writes,
+)
 
 _DIM = 1
 
@@ -232,7 +239,7 @@ def share(
 ) -> SharedForward:
     """Has the ranks of the groups share a model, in place. `samples`: batches, one of which can be recorded. Collective.
 
-    `sources`: see `smpc.v2.transforming.slices`.
+    `sources`: see `smpc.v2.transforming.transformed_slices`.
 
     Raises TraceError if no sample can be recorded, ConfigError if the model is shared already.
     """

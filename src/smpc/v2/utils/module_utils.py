@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from smpc.executor.sharded_state import replacement
+from smpc.executor.parameter_slices import replacement
 
 __all__ = ["empty_module_params", "move_buffers_to_device"]
 

@@ -35,9 +35,9 @@ from smpc.executor.measure.link_measurement import measure_wire
 from smpc.executor.transport import Transport
 from smpc.mesh import Axis
 from smpc.optimizers.kept_state import planned
-from smpc.partitioner.costs.cost import NodeTimes, Workspace
 from smpc.partitioner.costs.device import DEVICES
-from smpc.partitioner.costs.optimizers import Optimizer, find_optimizer
+from smpc.partitioner.costs.named_optimizers import Optimizer, find_optimizer
+from smpc.partitioner.costs.node_costs import NodeTimes, Workspace
 from smpc.partitioner.graph.plan import Plan, plan_warnings
 from smpc.sample_inputs import Inputs
 from smpc.sharding import undivided
@@ -352,7 +352,8 @@ def _unlike(fingerprints: Sequence[str], changes: Sequence[str]) -> SmpcError:
     return TraceError(
         f"the pipeline ranks recorded different models, fingerprints by rank: {[text[:12] for text in fingerprints]}; build the same "
         "model on every rank (same configuration, same library versions, no code that depends on the rank); if the model's Python goes "
-        "through a set, PYTHONHASHSEED=0 gives sets the same order on all ranks"
+        "through a set, PYTHONHASHSEED=0 gives sets the same order on all ranks. What forward itself keeps in Python, such as a count of "
+        "its calls, may have changed on the rank of its stage alone: count outside of the model, on every rank, or in a buffer"
     )
 
 

@@ -18,7 +18,7 @@ from smpc.checkpoint.torch_format.reader import TorchFormatReader
 from smpc.errors import UsageError
 from smpc.v2.distributed.checkpoint.s3_filesystem import S3ClientConfig
 from smpc.v2.distributed.checkpoint.state_dict_saver import at_place, options_of
-from smpc.v2.transforming.slices import take_over
+from smpc.v2.transforming.transformed_slices import take_over
 
 __all__ = ["load"]
 

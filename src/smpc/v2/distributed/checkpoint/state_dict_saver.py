@@ -27,7 +27,7 @@ from smpc.errors import UsageError
 from smpc.v2.distributed.checkpoint.async_utils import AsyncCallsQueue
 from smpc.v2.distributed.checkpoint.s3_filesystem import S3ClientConfig, is_s3_uri, s3_options
 from smpc.v2.state_handler import state
-from smpc.v2.transforming.slices import as_boxes
+from smpc.v2.transforming.transformed_slices import as_boxes
 
 __all__ = [
     "DEFAULT_ASYNC_REQUEST_QUEUE",
