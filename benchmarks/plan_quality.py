@@ -3,7 +3,7 @@
     python benchmarks/plan_quality.py                          all models, 2 to 16 stages, four memory weights
     python benchmarks/plan_quality.py --models gpt2-xl --stages 4 --weights 0.8
 
-Models live on the meta device, so nothing is allocated. Every number is the largest stage cost (see `smpc.partitioner.problem`)
+Models live on the meta device, so nothing is allocated. Every number is the largest stage cost (see `smpc.partitioner.stage_costs`)
 divided by the lower bound that no plan can be below. `by` is the solver whose plan it is; the last line counts
 them. The rules, all cutting between whole layers:
 
@@ -32,9 +32,9 @@ from smpc.codegen.schedules.named import choose
 from smpc.partitioner.costs.device import H100
 from smpc.partitioner.costs.node_costs import CostModel
 from smpc.partitioner.planner import solve_partition
-from smpc.partitioner.problem import Scale, Units, stage_costs
 from smpc.partitioner.solvers.chain import ChainProblem, solve_chain
 from smpc.partitioner.solvers.coarsen import Analysis, analyse
+from smpc.partitioner.stage_costs import Scale, Units, stage_costs
 from smpc.tracer import Trace, record
 
 MICROBATCHES = 32

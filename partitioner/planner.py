@@ -20,7 +20,7 @@ exact. Where ranks have different limits, solvers see every peak as if all ranks
     and within this limit the fewest stages that would do are 4; ...
 
 What a plan's objective says
-    bottleneck      the largest stage cost, as defined in `smpc.partitioner.problem`
+    bottleneck      the largest stage cost, as defined in `smpc.partitioner.stage_costs`
     lower_bound     no assignment of the nodes to this many stages, contiguous or not, has a smaller bottleneck (`bound`); of
                     those that leave small checkpointed regions whole, if there are any
     gap             bottleneck / lower_bound - 1; infinite where nothing but a bound of 0 is known, as of a plan made without proof
@@ -58,7 +58,6 @@ from smpc.partitioner.graph.trace_graph import (
 )
 from smpc.partitioner.memory.memory_by_action import ActionUse
 from smpc.partitioner.memory.peak import Resident, StageMemory, StageUse, distinct_state, on_one_rank, stage_memory
-from smpc.partitioner.problem import LARGEST, IntArray, Scale, relative_gap, stage_costs
 from smpc.partitioner.solvers.bottleneck_bound import lower_bound
 from smpc.partitioner.solvers.chain import ChainSolution, solve_chain
 from smpc.partitioner.solvers.chain_limited import LimitedChain, fits, least_peak, solve_limited
@@ -66,6 +65,7 @@ from smpc.partitioner.solvers.coarsen import Analysis, analyse, chain_problem, c
 from smpc.partitioner.solvers.ilp import solve_placement, solver_name
 from smpc.partitioner.solvers.peak_bound import PeakRows
 from smpc.partitioner.solvers.prefix_lattice import Placed, place
+from smpc.partitioner.stage_costs import LARGEST, IntArray, Scale, relative_gap, stage_costs
 from smpc.tracer.ir import Trace
 
 TOLERANCE = 0.01  # how much bottleneck may be given for whole modules and fewer bytes

@@ -53,7 +53,7 @@ from smpc.partitioner.costs.operation_kinds import (
     name_of,
     product_of,
 )
-from smpc.partitioner.problem import FloatArray, IntArray, whole_times
+from smpc.partitioner.stage_costs import FloatArray, IntArray, whole_times
 from smpc.tracer.ir import Node, NodeKind, Region, StateSpec, Trace
 
 SENT_UPDATES = (
@@ -273,7 +273,7 @@ class NodeTimes:
         return replace(self, backward=backward)
 
     def whole(self) -> IntArray:
-        """Forward plus backward in whole numbers of one unit, femtoseconds for all but hours: see `smpc.partitioner.problem`."""
+        """Forward plus backward in whole numbers of one unit, femtoseconds for all but hours: see `smpc.partitioner.stage_costs`."""
         return whole_times(self.forward + self.backward)
 
 

@@ -45,7 +45,7 @@ from torch.utils._pytree import tree_leaves
 
 from smpc.errors import ConfigError
 from smpc.partitioner.costs.node_costs import NodeTimes, Workspace
-from smpc.partitioner.problem import FloatArray
+from smpc.partitioner.stage_costs import FloatArray
 from smpc.tracer import targets
 from smpc.tracer.ir import Node, NodeKind, Trace
 from smpc.tracer.replay import context, input_values, read_attribute, resolved

@@ -34,7 +34,7 @@ import numpy as np
 
 from smpc.partitioner.costs.node_costs import CostModel
 from smpc.partitioner.graph.trace_graph import Clusters, Graph
-from smpc.partitioner.problem import IntArray
+from smpc.partitioner.stage_costs import IntArray
 from smpc.tracer.constants import references
 from smpc.tracer.ir import NodeKind, Region, Trace
 from smpc.tracer.regions import group_size, matching_regions

@@ -53,7 +53,7 @@ import numpy as np
 from smpc.errors import PartitionError
 from smpc.partitioner.costs.node_costs import Workspace
 from smpc.partitioner.graph.plan import INPUTS, Edge
-from smpc.partitioner.problem import IntArray
+from smpc.partitioner.stage_costs import IntArray
 from smpc.tracer.constants import references
 from smpc.tracer.ir import NodeKind, Trace
 

@@ -39,8 +39,8 @@ import networkx as nx
 
 from smpc.config.numbers import shown
 from smpc.errors import PartitionError
-from smpc.partitioner.problem import in_proportion
 from smpc.partitioner.solvers.ilp import Value
+from smpc.partitioner.stage_costs import in_proportion
 
 SPLITS = ("row", "contiguous", "free")
 _MOST = 1e200  # amounts, speeds and their inverses are within this: so are all sums and quotients within doubles

@@ -55,7 +55,6 @@ from smpc.partitioner.instances.instance import (
     totals,
     values,
 )
-from smpc.partitioner.problem import FloatArray, IntArray, Scale, Units, in_proportion, relative_gap, stage_costs
 from smpc.partitioner.solvers.annealing import improve_by_moves
 from smpc.partitioner.solvers.bottleneck_bound import graph_bound
 from smpc.partitioner.solvers.chain import ChainProblem, solve_chain
@@ -64,6 +63,7 @@ from smpc.partitioner.solvers.loads import LoadProblem, simple_bound, solve_load
 from smpc.partitioner.solvers.prefix_lattice import place
 from smpc.partitioner.solvers.staged import MAX_PAIRS, STOPPED, Staged, solve_stages
 from smpc.partitioner.solvers.transfer_bound import cut_bound
+from smpc.partitioner.stage_costs import FloatArray, IntArray, Scale, Units, in_proportion, relative_gap, stage_costs
 
 _MAX_ILP_UNITS = 48
 

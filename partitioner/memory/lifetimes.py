@@ -47,7 +47,7 @@ import numpy as np
 from smpc.partitioner.graph.recompute_regions import region_inputs
 from smpc.partitioner.graph.trace_graph import Graph
 from smpc.partitioner.memory.footprints import HANDED_ON, Footprint, Stride, footprint, forward_footprint
-from smpc.partitioner.problem import IntArray
+from smpc.partitioner.stage_costs import IntArray
 from smpc.tracer import targets
 from smpc.tracer.ir import Node, NodeKind, Region
 

@@ -34,7 +34,7 @@ import numpy as np
 
 from smpc.partitioner.costs.node_costs import CostModel, put_off
 from smpc.partitioner.graph.trace_graph import Graph
-from smpc.partitioner.problem import IntArray
+from smpc.partitioner.stage_costs import IntArray
 from smpc.tracer.constants import Ref
 from smpc.tracer.ir import Node, NodeKind, Region, Trace
 

@@ -78,7 +78,7 @@ from smpc.partitioner.memory.memory_by_action import (
     rank_shares,
 )
 from smpc.partitioner.memory.sharded_blocks import UnitTerms, find_units, peak_of_units
-from smpc.partitioner.problem import IntArray
+from smpc.partitioner.stage_costs import IntArray
 from smpc.tracer.ir import Node, NodeKind, Region, StateSpec, Trace
 
 Bytes = int | IntArray

@@ -30,7 +30,7 @@ import numpy as np
 from smpc.config.keep import Keep, keep_of
 from smpc.partitioner.costs.node_costs import CostModel
 from smpc.partitioner.graph.trace_graph import Graph
-from smpc.partitioner.problem import IntArray
+from smpc.partitioner.stage_costs import IntArray
 from smpc.tracer.ir import NodeKind, Trace
 
 

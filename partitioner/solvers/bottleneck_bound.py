@@ -31,9 +31,9 @@ import networkx as nx
 import numpy as np
 
 from smpc.partitioner.graph.trace_graph import Clusters, Graph, condense
-from smpc.partitioner.problem import FloatArray, IntArray, Scale, Units, heaviest_path, own_costs
 from smpc.partitioner.solvers.chain import relaxed_optimum
 from smpc.partitioner.solvers.prefix_lattice import best_chain, build_lattice
+from smpc.partitioner.stage_costs import FloatArray, IntArray, Scale, Units, heaviest_path, own_costs
 
 _ROUNDS = 40
 _MAX_SEGMENTS = 500  # more are joined with their neighbours, which lowers the bound a little

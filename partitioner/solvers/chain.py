@@ -25,7 +25,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from smpc.errors import PartitionError
-from smpc.partitioner.problem import FloatArray, IntArray, Scale, SharedItem, Units, check_total, stage_costs
+from smpc.partitioner.stage_costs import FloatArray, IntArray, Scale, SharedItem, Units, check_total, stage_costs
 
 _ANY = float(np.finfo(np.float64).max)  # a bound that every finite cost is within
 _NO_BYTES = np.zeros(1, dtype=np.int64)  # of all intervals, where memory changes no cost

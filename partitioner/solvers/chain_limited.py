@@ -22,7 +22,6 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from smpc.partitioner.problem import FloatArray, IntArray, Scale
 from smpc.partitioner.solvers.chain import (
     ChainModel,
     ChainProblem,
@@ -33,6 +32,7 @@ from smpc.partitioner.solvers.chain import (
     solve,
 )
 from smpc.partitioner.solvers.peak_bound import PeakRows
+from smpc.partitioner.stage_costs import FloatArray, IntArray, Scale
 
 _RAISES = (1.0, 1.02, 1.1, 1.3, 2.0, math.inf)
 _TRIES, _NEAR = 40, 1e-3  # of a good partition: how many, and how near to what cannot be is enough

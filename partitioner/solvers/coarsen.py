@@ -38,9 +38,9 @@ from smpc.partitioner.graph.recompute_regions import (
 )
 from smpc.partitioner.graph.trace_graph import Clusters, Graph, build_graph, condense, find_clusters
 from smpc.partitioner.memory.peak import state_bytes
-from smpc.partitioner.problem import FloatArray, IntArray, Scale, SharedItem, Units, check_total, stage_costs
 from smpc.partitioner.solvers.chain import ChainProblem, solve_chain
 from smpc.partitioner.solvers.ilp import PlacementProblem, Value
+from smpc.partitioner.stage_costs import FloatArray, IntArray, Scale, SharedItem, Units, check_total, stage_costs
 from smpc.tracer.ir import StateSpec, Trace
 
 _PIECES_PER_STAGE = 4  # a unit of the integer program should cost at most this part of a stage

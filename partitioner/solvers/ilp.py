@@ -30,7 +30,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from smpc.errors import PartitionError
-from smpc.partitioner.problem import Scale, Units, own_costs, stage_costs
+from smpc.partitioner.stage_costs import Scale, Units, own_costs, stage_costs
 
 if TYPE_CHECKING:
     import pulp

@@ -31,8 +31,8 @@ from typing import TYPE_CHECKING
 import networkx as nx
 import numpy as np
 
-from smpc.partitioner.problem import FloatArray, IntArray
 from smpc.partitioner.solvers.ilp import LIMIT_NOTE, Value, run_program, solver_name
+from smpc.partitioner.stage_costs import FloatArray, IntArray
 
 if TYPE_CHECKING:
     import pulp

@@ -38,9 +38,9 @@ from smpc.partitioner.memory.peak import (
     step_peak,
     working_bytes,
 )
-from smpc.partitioner.problem import IntArray, Scale, SharedItem, Units, check_total
 from smpc.partitioner.solvers.chain import Intervals
 from smpc.partitioner.solvers.coarsen import node_units, state_items
+from smpc.partitioner.stage_costs import IntArray, Scale, SharedItem, Units, check_total
 from smpc.tracer.ir import NodeKind, Region, StateSpec
 
 _BYTES = Scale(1.0, 1, 1)  # only memory is asked for

@@ -40,7 +40,7 @@ import networkx as nx
 import numpy as np
 from numpy.typing import NDArray
 
-from smpc.partitioner.problem import FloatArray, IntArray, Scale, Units, heaviest_path, own_costs, stage_costs
+from smpc.partitioner.stage_costs import FloatArray, IntArray, Scale, Units, heaviest_path, own_costs, stage_costs
 
 _EXACT = 300  # with at most so many prefixes, all that can be reached are kept
 _MAX_PREFIXES = 30000

@@ -27,9 +27,9 @@ import networkx as nx
 import numpy as np
 from numpy.typing import NDArray
 
-from smpc.partitioner.problem import FloatArray, IntArray
 from smpc.partitioner.solvers.loads import ROUNDING, LoadProblem, simple_bound
 from smpc.partitioner.solvers.prefix_lattice import prefixes, to_words
+from smpc.partitioner.stage_costs import FloatArray, IntArray
 
 T = TypeVar("T", bound=np.generic)
 

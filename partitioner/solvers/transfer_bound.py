@@ -24,8 +24,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from smpc.partitioner.problem import FloatArray
 from smpc.partitioner.solvers.loads import ROUNDING, LoadProblem, divided
+from smpc.partitioner.stage_costs import FloatArray
 
 _MAX_MOVES = 100_000  # of all units
 _STEPS = 2000  # of the largest price that a device may have

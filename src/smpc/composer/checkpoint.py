@@ -44,8 +44,8 @@ from smpc.checkpoint.torch_format.saving import TorchFormatWriter
 from smpc.composer import storage
 from smpc.composer.checkpoint_readers import ANY, Reader
 from smpc.composer.duration import Timestamp
+from smpc.composer.json_values import decoded, encodable, encoded
 from smpc.composer.model import ComposerModel
-from smpc.composer.storage import decoded, encodable, encoded
 from smpc.errors import CheckpointError
 from smpc.sharding.dtensors import local, sharded_like, whole
 

@@ -12,7 +12,7 @@ from torch.optim.lr_scheduler import CosineAnnealingLR
 from torch.utils.data import DataLoader
 
 from smpc.composer import Trainer
-from smpc.composer.storage import decoded, encoded
+from smpc.composer.json_values import decoded, encoded
 from smpc.errors import CheckpointError, ConfigError
 
 LEAVES = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text() | st.binary()

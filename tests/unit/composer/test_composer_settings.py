@@ -13,7 +13,7 @@ from torch.utils.data.distributed import DistributedSampler
 
 from smpc.composer import Trainer
 from smpc.composer.checkpoint import _load_schedulers
-from smpc.composer.storage import decoded, encoded
+from smpc.composer.json_values import decoded, encoded
 from smpc.errors import CheckpointError, ConfigError
 
 

@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from smpc.errors import PartitionError
-from smpc.partitioner.problem import Scale, SharedItem, Units
 from smpc.partitioner.solvers.chain import ChainProblem, Intervals, solve_chain
+from smpc.partitioner.stage_costs import Scale, SharedItem, Units
 
 
 def cost_of(problem, stage, units):

@@ -10,9 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from smpc.errors import PartitionError
-from smpc.partitioner.problem import Scale, SharedItem, Units, stage_costs
 from smpc.partitioner.solvers import ilp
 from smpc.partitioner.solvers.ilp import PlacementProblem, Value, received_bytes, solve_placement
+from smpc.partitioner.stage_costs import Scale, SharedItem, Units, stage_costs
 
 
 @st.composite

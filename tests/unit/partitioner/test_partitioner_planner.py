@@ -18,8 +18,8 @@ from smpc.partitioner.costs.node_costs import CostModel
 from smpc.partitioner.graph.plan import INPUTS, Plan
 from smpc.partitioner.graph.trace_graph import check_assignment
 from smpc.partitioner.planner import TOLERANCE, analyse, plan_from_assignment, solve_partition
-from smpc.partitioner.problem import Scale, stage_costs
 from smpc.partitioner.solvers.bottleneck_bound import lower_bound
+from smpc.partitioner.stage_costs import Scale, stage_costs
 from smpc.tracer import record
 
 

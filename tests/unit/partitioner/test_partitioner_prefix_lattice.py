@@ -11,10 +11,10 @@ from drawn import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from smpc.partitioner.problem import Scale, SharedItem, Units, stage_costs
 from smpc.partitioner.solvers import prefix_lattice as lattice_module
 from smpc.partitioner.solvers.bottleneck_bound import graph_bound
 from smpc.partitioner.solvers.prefix_lattice import best_chain, build_lattice, chain_stages, place
+from smpc.partitioner.stage_costs import Scale, SharedItem, Units, stage_costs
 
 
 @st.composite

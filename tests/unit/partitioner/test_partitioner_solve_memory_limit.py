@@ -25,12 +25,12 @@ from smpc.partitioner.costs.node_costs import CostModel
 from smpc.partitioner.graph.plan import ScheduleSummary
 from smpc.partitioner.memory.peak import RECEIVE_WINDOW, Resident
 from smpc.partitioner.planner import plan_from_assignment
-from smpc.partitioner.problem import Scale, Units, stage_costs
 from smpc.partitioner.solvers import chain_limited
 from smpc.partitioner.solvers.chain_limited import LimitedChain, fits, least_peak, solve_limited
 from smpc.partitioner.solvers.coarsen import analyse, chain_problem, keep_regions_whole
 from smpc.partitioner.solvers.ilp import PlacementProblem, solve_placement
 from smpc.partitioner.solvers.peak_bound import PeakRows
+from smpc.partitioner.stage_costs import Scale, Units, stage_costs
 from smpc.tracer import record
 
 

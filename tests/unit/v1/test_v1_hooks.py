@@ -6,7 +6,7 @@ import pytest
 
 from smpc.errors import UsageError
 from smpc.v1.session.process_state import Script
-from smpc.v1.steps.context import ModelHooks
+from smpc.v1.steps.model_hooks import ModelHooks
 
 
 def make():

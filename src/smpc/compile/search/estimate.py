@@ -33,8 +33,8 @@ from smpc.partitioner.costs.device import Device, Group, Wire
 from smpc.partitioner.costs.node_costs import CostModel, NodeTimes, weight_times
 from smpc.partitioner.graph.recompute_regions import requested_regions
 from smpc.partitioner.memory.peak import distinct_state
-from smpc.partitioner.problem import FloatArray, Scale
 from smpc.partitioner.solvers.coarsen import analyse, chain_problem
+from smpc.partitioner.stage_costs import FloatArray, Scale
 from smpc.tracer.ir import Trace
 
 

@@ -39,7 +39,7 @@ from smpc.partitioner.costs.operation_kinds import (
     name_of,
     product_of,
 )
-from smpc.partitioner.problem import FloatArray
+from smpc.partitioner.stage_costs import FloatArray
 from smpc.tracer.ir import Node, NodeKind, Trace
 
 # By name: they copy or not as their input is laid out, which is another way for a slice of it.

@@ -30,9 +30,9 @@ from smpc.partitioner.graph.trace_graph import Graph
 from smpc.partitioner.memory.lifetimes import lifetimes, loss_roots, saved_activations
 from smpc.partitioner.memory.memory_by_action import deferred_bytes
 from smpc.partitioner.memory.peak import RECEIVE_WINDOW, working_bytes
-from smpc.partitioner.problem import FloatArray, IntArray
 from smpc.partitioner.solvers.chain import ChainProblem
 from smpc.partitioner.solvers.coarsen import Analysis, state_items
+from smpc.partitioner.stage_costs import FloatArray, IntArray
 from smpc.tracer.ir import NodeKind, StateSpec, Trace
 
 TOLERANCE = 0.01  # by which a stage may be longer, for a cut that breaks less

@@ -23,7 +23,7 @@ from smpc.codegen.program import Op
 from smpc.codegen.schedules.named import choose
 from smpc.codegen.simulate import Costs, chain
 from smpc.partitioner.memory.memory_by_action import ActionUse, Beside
-from smpc.partitioner.problem import IntArray
+from smpc.partitioner.stage_costs import IntArray
 
 _ROUND = 3  # times the stages: microbatches that show all that a schedule of more has in flight
 _LONG = 2000  # microbatches of stages whose actions take too long to go through for a guess

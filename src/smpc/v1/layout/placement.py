@@ -36,7 +36,7 @@ from torch import Tensor, nn
 
 from smpc import checkpoint
 from smpc.absent.absent_tensors import Absent, AbsentPlace, AbsentTexts, empty, mark, unmark
-from smpc.absent.stale_attributes import StaleAttributes
+from smpc.absent.stage_attributes import StageAttributes
 from smpc.errors import CheckpointError, PartitionError
 from smpc.executor.collectives import TensorGroup
 from smpc.nn.init.delayed import draw_delayed
@@ -187,7 +187,7 @@ class Placement:
         self._asked: dict[str, None] = {}
         self._written: frozenset[str] = frozenset()  # buffers, by any program
         self.out_of_date: tuple[str, ...] = ()  # of these, the ones that other ranks write
-        self.attributes = StaleAttributes(model, rank)
+        self.attributes = StageAttributes(model, rank)
         self._slices: dict[str, tuple[ParameterSlice, torch.Size]] = {}
         self._skeleton = {name: _meta(tensor) for name, tensor in self._state().items()}
 
@@ -286,9 +286,7 @@ class Placement:
             self._noted |= {*own}
 
     def note_written(self) -> None:
-        """A step has run: other ranks have written into their buffers, of which this one has the values of before, and set attributes."""
-        if self.attributes:
-            self.attributes.mark()
+        """A step has run: other ranks have written into their buffers, of which this one has the values of before."""
         for name in self.out_of_date:
             owner, _, own = name.rpartition(".")
             buffer = self._model.get_submodule(owner)._buffers.get(own)
@@ -346,7 +344,7 @@ class Placement:
             stand_in.__dict__ = tensor.__dict__  # attributes set by scripts: guards watch this dict object
             state.by_original[id(tensor)] = stand_in
         state.by_original.update(on_meta(self._model))
-        with self.attributes.hidden(), installed(self._model, state):
+        with self.attributes.as_before(), installed(self._model, state):
             yield
 
     def _state(self) -> dict[str, Tensor]:

@@ -62,13 +62,14 @@ from smpc.v1.session.process_state import Script, state
 from smpc.v1.session.supervision import Supervision
 from smpc.v1.session.wait_limits import enter
 from smpc.v1.steps.arguments import StepBody
-from smpc.v1.steps.context import Hook, Measures, ModelHooks, StepContext
+from smpc.v1.steps.context import Measures, StepContext
 from smpc.v1.steps.context_parallel import make_shared_sequences
 from smpc.v1.steps.join.join import Join, JoinOptions
 from smpc.v1.steps.join.join_of_experts import JoinOfExperts
 from smpc.v1.steps.join.join_of_parts import JoinOfParts
 from smpc.v1.steps.join.join_of_wholes import JoinOfWholes
 from smpc.v1.steps.model_calls import Gradients, ModelCalls, Tensors, cast_inputs, cast_outputs
+from smpc.v1.steps.model_hooks import Hook, ModelHooks
 from smpc.v1.steps.pipeline import Pipeline
 from smpc.v1.steps.step import StepRunner
 from smpc.v1.steps.unpipelined import Single

@@ -33,7 +33,7 @@ from smpc.checkpoint import Shard
 from smpc.checkpoint.stateful import LocalStateDict, held
 from smpc.errors import CheckpointError, ConfigError
 from smpc.executor.replicas.data_parallel import broadcast
-from smpc.nn import parallel
+from smpc.nn.parallel import ParameterSlice
 from smpc.sharding.dtensors import as_state_of, local, whole
 from smpc.v1.layout.placement import place
 from smpc.v1.model.distributed_model import DistributedModel
@@ -68,9 +68,7 @@ def make_state(optimizer: Optimizer, wanted: Sequence[Tensor]) -> None:
 
 KIND, SEPARATOR = "optimizer", "::"  # of the tensors in a checkpoint
 MASTER, SCALER, SHARDED, RANGES = "master", "loss_scaler", "_smp_is_sharded", "_smp_ranges"
-Place = tuple[
-    tuple[int, ...], parallel.ParameterSlice | None
-]  # the shape of a tensor, and which slice of a whole it is
+Place = tuple[tuple[int, ...], ParameterSlice | None]  # the shape of a tensor, and which slice of a whole it is
 
 
 class OptimizerState:
@@ -403,11 +401,11 @@ class OptimizerState:
 
     def _slicer(
         self, model: DistributedModel, ranges: Mapping[str, Range]
-    ) -> Callable[[tuple[str, str], Tensor], parallel.ParameterSlice | None]:
+    ) -> Callable[[tuple[str, str], Tensor], ParameterSlice | None]:
         """The slice of a whole tensor that a tensor of the state is, by its shape: it may come from another job, with these `ranges`."""
         shapes = self._shapes()
 
-        def slice_of(key: tuple[str, str], value: Tensor) -> parallel.ParameterSlice | None:
+        def slice_of(key: tuple[str, str], value: Tensor) -> ParameterSlice | None:
             name, entry = key
             shape, rows = shapes.get(name, ()), ranges.get(name)
             if rows is not None and tuple(value.shape) == rows.shape(shape):

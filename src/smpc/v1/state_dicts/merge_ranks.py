@@ -1,8 +1,8 @@
 """Merges flat mappings that the ranks of a replica hold in parts, tensor by tensor.
 
-A rank's part maps keys to tensors and plain values; a tensor may be a slice of a whole (`smpc.nn.parallel.ParameterSlice`). First the ranks
-exchange what they have (specs, and the plain values themselves), then each tensor or slice is broadcast by the lowest rank that has it. No
-rank holds more than its result and one of these tensors.
+A rank's part maps keys to tensors and plain values; a tensor may be a slice of a whole (`smpc.nn.parallel.ParameterSlice`). First
+the ranks exchange what they have (specs, and the plain values themselves), then each tensor or slice is broadcast by the lowest rank that
+has it. No rank holds more than its result and one of these tensors.
 
     rank 0 has {"a": tensor}, rank 1 has {"b": tensor}; both keep all: both end with {"a": ..., "b": ...} on the CPU
 """

@@ -35,13 +35,14 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from smpc.absent.stale_attributes import AttributeWatch
+from smpc.absent.stage_attributes import AttributeWatch
 from smpc.codegen.stage import StageModule
 from smpc.compile.result import Compilation
 from smpc.errors import StepError, UsageError
@@ -232,6 +233,7 @@ class Pipeline:
         self._phase = "between steps"
         self._is_done = False  # the instructions of this step
         self._watches: dict[int, AttributeWatch] = {}  # by program that has not run yet
+        self._told: list[Any] = []  # by rank, what of attributes it has sent in this step
         self._given: list[GivenElsewhere] = []  # in this step, if rank 0 has told
         self._is_asked = False  # this step, without an error: what follows is not for this pipeline alone to give up
 
@@ -274,11 +276,13 @@ class Pipeline:
         supervision, join = context.supervision, context.join
         if self.first is not None and not context.placement.is_spread:
             context.placement.spread()
-        with supervision.step():
+        attributes = context.placement.attributes
+        with supervision.step(), ExitStack() as in_step:
             if join is not None and self.first is None:
                 join.begin_partition()
             elif join is not None and context.sequences is not None:
                 join.begin_batch()
+            in_step.enter_context(nullcontext() if attributes.is_empty else attributes.in_step())
             try:
                 program, request = self._begin(body, own)
             except AGREED as error:
@@ -296,6 +300,8 @@ class Pipeline:
                 join.begin_step(trains=self._trains(body, self.programs.entries[program][0], program))
             with supervision.guard():
                 outcome = self._run(body, own, program, request)
+        if not attributes.is_empty:
+            attributes.take(self._told)
         watch.loss = outcome.loss
         if outcome.description is not None:
             raise_error_on_all_ranks(outcome.description, outcome.failure)
@@ -352,8 +358,10 @@ class Pipeline:
             tail = LastRank(self._context, body, arguments, trains, self._given_before(memory, request))
         with torch._C.DisableTorchFunctionSubclass():
             self._modes.check(signature.modes)
+        attributes = self._context.placement.attributes
         if self._control.rank != 0:  # which has compared it when it looked for the program
-            _check_environment(recording.environment)
+            with nullcontext() if attributes.is_empty else attributes.as_before():
+                _check_environment(recording.environment)
         recording.environment.leave()
         with torch.inference_mode(False), torch.set_grad_enabled(signature.grad_enabled):
             self._runtime.run(
@@ -362,11 +370,12 @@ class Pipeline:
                 None if tail is None else tail.on_output,
                 training=trains,
             )
-        placement = self._context.placement
         if program in self._watches:
-            placement.attributes.note(self._control.gather(self._watches.pop(program).changed()))
-        if placement.out_of_date or placement.attributes:
-            placement.note_written()
+            attributes.note(self._control.gather(self._watches.pop(program).changed()))
+        if not attributes.is_empty:
+            self._told = self._control.gather(attributes.own)
+        if self._context.placement.out_of_date:
+            self._context.placement.note_written()
         self._phase, self._is_done = f"the end of step function {body.name}", True
         outcome = self._share(body, memory, program, tail)
         self._control.acknowledge(self._last)
@@ -434,7 +443,9 @@ class Pipeline:
         drawn = {} if states[0].is_same(states[-1]) else {DRAWS: [as_tensors(each) for each in states[:-1]]}
         form, tensors = form_of({**arguments, **drawn}, device=device, detached=signatures[0].grad_enabled)
         asked = signatures[0].with_ones(inputs)
-        known = self.programs.lookup(asked, inputs, context.module)
+        attributes = context.placement.attributes
+        with nullcontext() if attributes.is_empty else attributes.as_before():
+            known = self.programs.lookup(asked, inputs, context.module)
         if known is not None:
             return StepRequest(inputs, self.programs.entries[known][0], form, tensors, arguments, before, known)
         return StepRequest(inputs, self._compiler.answered(asked, inputs), form, tensors, arguments, before)

@@ -20,11 +20,11 @@ from smpc.errors import PartitionError
 from smpc.partitioner.costs.node_costs import NodeTimes, node_times
 from smpc.partitioner.graph.plan import ScheduleSummary
 from smpc.partitioner.planner import solve_partition
-from smpc.partitioner.problem import LARGEST, UNITS_PER_SECOND, Scale, SharedItem, Units, stage_costs, whole_times
 from smpc.partitioner.solvers.bottleneck_bound import graph_bound
 from smpc.partitioner.solvers.chain import ChainProblem, solve_chain
 from smpc.partitioner.solvers.ilp import PlacementProblem, solve_placement
 from smpc.partitioner.solvers.prefix_lattice import place
+from smpc.partitioner.stage_costs import LARGEST, UNITS_PER_SECOND, Scale, SharedItem, Units, stage_costs, whole_times
 from smpc.tracer import record
 
 NEARLY = 1e-12  # double precision, a few roundings

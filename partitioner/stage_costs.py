@@ -114,7 +114,7 @@ class SharedItem:
 
 @dataclass(frozen=True, slots=True)
 class Units:
-    """The units to place, in execution order. `time` may be in any unit: see `smpc.partitioner.problem`."""
+    """The units to place, in execution order. `time` may be in any unit: see `smpc.partitioner.stage_costs`."""
 
     time: tuple[int, ...]
     static_bytes: tuple[int, ...]

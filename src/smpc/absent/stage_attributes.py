@@ -1,17 +1,21 @@
-"""Attributes that a module's forward sets in Python, such as a count of its calls: only the rank that runs the module has their value.
+"""Attributes that a module's forward sets in Python, such as a count of its calls, where only one rank of a pipeline runs the module.
 
     watch = AttributeWatch(model, {"encoder.warmup"})       before a program first runs: the modules that it calls whole on this rank
     found = watch.changed()                                 after it: [("encoder.warmup", "calls")]
-    stale = StaleAttributes(model, rank=0)
-    stale.note([[], found])                                 what each rank of the pipeline has found
-    model.encoder.warmup.calls + 1                          UsageError: pipeline rank 1 has it
+    attributes = StageAttributes(model, rank=0)
+    attributes.note([[], found])                            what each rank of the pipeline has found
+    with attributes.in_step():
+        model.encoder.warmup.calls                          an error where it is used: pipeline rank 1 changes it now
+    attributes.take([{}, {("encoder.warmup", "calls"): 4}]) what each rank has now, of `own`
+    model.encoder.warmup.calls                              4, on all ranks
 
-An attribute counts if another value is in its place, not if a list or an object is changed inside. Recordings see what was there before.
+Numbers, text, True, False and None are sent; in the place of anything else, such as a tensor, other ranks have an error at any time. An
+attribute counts if another value is in its place, not if a list or an object is changed inside.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NoReturn
 
@@ -22,6 +26,7 @@ from smpc.errors import UsageError
 Attribute = tuple[str, str]  # the name of a module, and of its attribute
 _OF_MODULES = frozenset(vars(nn.Module()))
 _COMPARED = (type(None), bool, int, float, complex, str, bytes)
+_GONE = object()
 _OPERATORS = (
     "add", "radd", "sub", "rsub", "mul", "rmul", "truediv", "rtruediv", "floordiv", "rfloordiv", "mod", "rmod", "pow", "rpow", "matmul",
     "rmatmul", "neg", "pos", "abs", "round", "lt", "le", "gt", "ge", "eq", "ne", "bool", "int", "float", "index", "len", "iter", "getitem",
@@ -61,6 +66,7 @@ class StaleValue:
 
     def __init__(self, text: str, why: str) -> None:
         self._text, self._why = text, why
+        self.before: Any = None  # in its place before the step
 
     def __repr__(self) -> str:
         return f"<{self._text}>"
@@ -91,50 +97,73 @@ for _name in _OPERATORS:
     setattr(StaleValue, f"__{_name}__", StaleValue._refuse)
 
 
-class StaleAttributes:
+class StageAttributes:
     """See above. `rank`: this process's, of the pipeline."""
 
     def __init__(self, model: nn.Module, rank: int) -> None:
         self._model, self._rank = model, rank
-        self._before: dict[Attribute, Any] = {}  # values of this rank
-        self._marks: dict[Attribute, StaleValue] = {}
-
-    def __bool__(self) -> bool:
-        return bool(self._marks)
+        self._own: dict[Attribute, None] = {}
+        self._marks: dict[Attribute, StaleValue] = {}  # of those of other ranks
+        self.is_empty = True  # on all ranks
 
     def note(self, found: Sequence[Collection[Attribute]]) -> None:
-        """By rank, which attributes of the modules that it runs have changed. What this rank changes stays what it is."""
+        """By rank, which attributes of the modules that it runs have changed."""
+        self._own |= dict.fromkeys(found[self._rank])
         for rank, attributes in enumerate(found):
             for attribute in attributes:
-                if attribute not in found[self._rank] and attribute not in self._marks:
+                self.is_empty = False
+                if attribute not in self._own:
                     self._marks[attribute] = _mark_of(attribute, rank, self._rank)
-        for attribute in found[self._rank]:
+        for attribute in self._own:
             self._marks.pop(attribute, None)
-        self.mark()
 
-    def mark(self) -> None:
-        """A step has run: also of what a script has set, others have another value now."""
+    @property
+    def own(self) -> dict[Attribute, Any]:
+        """The present values of this rank's, as far as they are sent."""
+        held = {attribute: self._table(attribute).get(attribute[1], _GONE) for attribute in self._own}
+        return {attribute: value for attribute, value in held.items() if isinstance(value, _COMPARED)}
+
+    def take(self, values: Sequence[Mapping[Attribute, Any]]) -> None:
+        """After a step: the values that the ranks have now."""
+        found = {attribute: value for each in values for attribute, value in each.items()}
         for attribute, mark in self._marks.items():
-            name, key = attribute
-            table = vars(self._model.get_submodule(name))
+            table, key = self._table(attribute), attribute[1]
             if table.get(key) is not mark:
-                self._before[attribute] = table.get(key)
-                table[key] = mark
+                mark.before = table.get(key)
+            table[key] = found.get(attribute, mark)
 
     @contextmanager
-    def hidden(self) -> Iterator[None]:
-        """In this context there are the values of before."""
-        put = []
-        for (name, key), mark in self._marks.items():
-            table = vars(self._model.get_submodule(name))
-            if table.get(key) is mark:
-                table[key] = self._before[name, key]
-                put.append((table, key, mark))
+    def in_step(self) -> Iterator[None]:
+        """In this context nobody uses the values of other ranks: they change now."""
+        with self._exchanged(lambda attribute, value: self._marks[attribute]):
+            yield
+
+    @contextmanager
+    def as_before(self) -> Iterator[None]:
+        """In this context, in a step, the values are there that were there before it: for recordings, and for what they depend on."""
+        with self._exchanged(lambda attribute, value: value.before if isinstance(value, StaleValue) else value):
+            yield
+
+    @contextmanager
+    def _exchanged(self, other: Callable[[Attribute, Any], Any]) -> Iterator[None]:
+        kept = []
+        for attribute, mark in self._marks.items():
+            table, key = self._table(attribute), attribute[1]
+            value = table.get(key)
+            new = other(attribute, value)
+            if new is mark and value is not mark:
+                mark.before = value
+            if new is not value:
+                table[key] = new
+                kept.append((table, key, value))
         try:
             yield
         finally:
-            for table, key, mark in put:
-                table[key] = mark
+            for table, key, value in kept:
+                table[key] = value
+
+    def _table(self, attribute: Attribute) -> dict[str, Any]:
+        return vars(self._model.get_submodule(attribute[0]))
 
 
 def _mark_of(attribute: Attribute, holder: int, rank: int) -> StaleValue:
@@ -142,6 +171,6 @@ def _mark_of(attribute: Attribute, holder: int, rank: int) -> StaleValue:
     text = f"attribute {key!r} of module {name!r}, on pipeline rank {holder}"
     return StaleValue(
         text,
-        f"{text}: forward sets it there, and pipeline rank {rank} has its value of before the first step alone; keep it in a buffer, whose "
-        "value model.state_dict(), called on every rank, has, or return it from the step function",
+        f"{text}: forward sets it there, and pipeline rank {rank} has no value of it now; between steps all ranks have numbers and text; "
+        "in a step, and for tensors, return what is needed from the model, or keep it in a buffer, whose value model.state_dict() has",
     )
