@@ -1,8 +1,8 @@
-"""What a rank with several stages holds of messages while it runs its actions: found by a run of the programs that counts buffers.
+"""The message buffers that a rank with several stages holds while it runs its actions: found by running its program and counting them.
 
-The transport between CPUs keeps receive buffers and uses them again (`smpc.executor.transport.gloo`), so there are never fewer than there
-were once, whatever the stage that they were for; and what is sent is held until a message of the receiver tells that it has arrived. Both
-depend on the order of all messages of the rank's stages, so they are counted along the programs:
+The transport between CPUs keeps receive buffers and uses them again (`smpc.executor.transport.gloo`), so their number never falls, whatever
+the stage that they were for; and what is sent is held until a message of the receiver tells that it has arrived. Both depend on the order
+of all messages of the rank's stages, so they are counted along the programs:
 
     posted      the next `RECEIVE_WINDOW` deliveries of each peer have a buffer before they come. The first gradients of a channel follow
                 a mask, and nothing behind a mask is posted before it is there
@@ -11,7 +11,7 @@ depend on the order of all messages of the rank's stages, so they are counted al
     sent        until a receive of the same peer is told of
     moved       from one stage of the rank to another: a value until the forward that takes it, a gradient until the backward that does
 
-Counted is the second step, whose buffers are those of the first.
+The second step is counted: it uses the buffers of the first again.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ TRIES = 4  # buffers are taken and given back in nearly the same order, so a fre
 def messages_by_action(
     schedule: Schedule, channels: tuple[Channel, ...], num_ranks: int
 ) -> dict[int, tuple[HeldMessages, ...]]:
-    """By rank that has several stages, what it holds of messages during each of its actions."""
+    """By rank that has several stages, the message buffers that it holds during each of its actions."""
     programs = lower(schedule, channels, num_ranks=num_ranks)
     wanted = [rank for rank, actions in enumerate(schedule) if len({action.stage for action in actions}) > 1]
     return {rank: _MessageRun(rank, programs, channels).second_step() for rank in wanted}
@@ -49,7 +49,7 @@ class _MessageBuffer:
 
 
 class _MessageRun:
-    """Of one rank."""
+    """A run of the programs that counts the message buffers of one rank."""
 
     def __init__(self, rank: int, programs: Sequence[Sequence[Instruction]], channels: Sequence[Channel]) -> None:
         self._program, self._channels = programs[rank], channels
@@ -60,7 +60,7 @@ class _MessageRun:
         self._kept = 0
 
     def second_step(self) -> tuple[HeldMessages, ...]:
-        """By action."""
+        """The buffers that are held in the second step, by action."""
         told = {peer: tuple(numbers) for peer, numbers in self._told.items()}
         self._step()
         self._told = {peer: deque(numbers) for peer, numbers in told.items()}

@@ -187,7 +187,7 @@ _KEPT = 1 << 15  # actions of each kind: a search simulates the same ones again 
 
 @lru_cache(3 * _KEPT, typed=True)
 def _instruction_of(op: Op, stage: int, microbatch: int) -> Instruction:
-    """That of an action: lowering, verification and reports ask for the same ones."""
+    """The instruction of an action: lowering, verification and reports ask for the same ones."""
     return Instruction(op, stage=stage, microbatch=microbatch)
 
 

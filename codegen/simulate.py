@@ -16,9 +16,9 @@ ranks follow each other on the wire:
 
     arrival = max(handed over, wire free) + bytes / bandwidth + latency
 
-Of stages whose parameters are in parts, the actions that gather them and sum their gradients take so much longer (`StageExchange`).
-Values that stay on a rank arrive at once, and so do the model's inputs, which are sent ahead of need (see `lower`). What a plan offloads
-is copied to the host and back meanwhile: see `smpc.codegen.offload`.
+Where a stage's parameters are in parts, the actions that gather them and sum their gradients take longer (`StageExchange`). Values that
+stay on a rank arrive at once, and so do the model's inputs, which are sent ahead of need (see `lower`). What a plan offloads is copied to
+the host and back meanwhile: see `smpc.codegen.offload`.
 
 Example: two stages, three microbatches, 1F1B, backward twice as long as forward (`timeline_text`; one column is one
 second, `--` goes on, `..` is idle):
@@ -73,8 +73,8 @@ class Costs:
     """Seconds by stage; seconds and bytes per second of a message between two ranks.
 
     `backward` is all of a backward. Of one that is split, W takes `weight` of it, by default a half: a backward has
-    one matrix product for the gradients of the inputs and one for those of the parameters. `actions`: seconds of
-    single actions, whatever their stage takes. `split`: how much longer a forward and the two parts of its backward take, a third each.
+    one matrix product for the gradients of the inputs and one for the gradients of the parameters. `actions`: seconds of single actions,
+    whatever their stage takes. `split`: how much longer a forward and the two parts of its backward take, a third each.
     """
 
     forward: tuple[float, ...]
@@ -134,7 +134,7 @@ class Event:
 class Timeline:
     """Events in order of their start; every event comes after those it depends on.
 
-    copies: of what is offloaded, those of each rank in the order of its program. stalled: seconds that they add to the step.
+    copies: of what is offloaded, each rank's in the order of its program. stalled: seconds that they add to the step.
     """
 
     num_ranks: int
@@ -195,7 +195,7 @@ def simulate_step(plan: Plan, links: Sequence[Transfer], schedule: Schedule) -> 
 
 
 def _with_exchanges(costs: Costs, plan: Plan, schedule: Schedule) -> Costs:
-    """With what the stages gather and sum, in the actions that wait for it."""
+    """The costs with what the stages gather and sum, in the actions that wait for it."""
     exchanges = {stage.index: stage.exchange for stage in plan.stages if stage.exchange is not None}
     if not exchanges:
         return costs

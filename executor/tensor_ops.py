@@ -1,7 +1,7 @@
 """Functions that the code of tensor- and context-parallel stages calls on plain tensors: collectives, local operations, losses, attention.
 
         function        takes             returns      backward
-        own_part        replicated        sharded      zeros around this rank's slice: partial, as those of its users must be
+        own_part        replicated        sharded      zeros around this rank's slice: partial, as its users' gradients must be
         to_partial      replicated        partial      identity: the gradient of a partial tensor is whole on every rank
         embedding       sharded rows      partial      of its own rows alone
         cross_entropy   sharded classes   replicated   of its own classes alone; forward, two small all-reduces

@@ -21,8 +21,8 @@ exact. Where ranks have different limits, solvers see every peak as if all ranks
 
 What a plan's objective says
     bottleneck      the largest stage cost, as defined in `smpc.partitioner.stage_costs`
-    lower_bound     no assignment of the nodes to this many stages, contiguous or not, has a smaller bottleneck (`bound`); of
-                    those that leave small checkpointed regions whole, if there are any
+    lower_bound     no assignment of the nodes to this many stages, contiguous or not, has a smaller bottleneck (`bound`); if there are
+                    small checkpointed regions, no assignment that leaves them whole
     gap             bottleneck / lower_bound - 1; infinite where nothing but a bound of 0 is known, as of a plan made without proof
     note            the optimum over contiguous partitions, which is exact, and any solver limit that was hit
 
@@ -132,7 +132,7 @@ def solve_partition(
 
 
 def _analysed_to_solve(analysis: Analysis, num_stages: int) -> Analysis:
-    """With whole regions for so many stages. PartitionError if there are fewer modules."""
+    """The analysis with whole regions, for so many stages. PartitionError if there are fewer modules."""
     num_modules = analysis.graph.num_modules()
     if num_stages > num_modules:
         raise PartitionError(
@@ -436,7 +436,7 @@ class Limited:
     unlimited_peak: int  # of the best plan without a limit
     make: MakePlan
     in_flight_of: InFlight | None = None
-    limits: tuple[int, ...] = ()  # by stage, that of its rank, if they differ; `limit` is the largest
+    limits: tuple[int, ...] = ()  # by stage, the limit of its rank, if they differ; `limit` is the largest
     prove: bool = True  # without, the contiguous plan will do
     resident: tuple[Resident, ...] | None = None  # by stage, with offloading
 
@@ -454,7 +454,7 @@ class _Scaled(PeakRows):
 
 
 def _scaled_to_limit(num_bytes: IntArray, limit: int, largest: int) -> IntArray:
-    """Bytes of a rank in those of the rank with the largest limit, rounded up; no more than that limit if and only if they fit."""
+    """A rank's bytes, scaled to the rank with the largest limit and rounded up: no more than that limit if and only if they fit."""
     if limit >= largest:
         return num_bytes
     found = np.minimum(np.ceil(num_bytes * (largest / limit)), float(LARGEST // 2)).astype(np.int64)
@@ -551,7 +551,7 @@ def plan_within(problem: Limited) -> Plan:
     if least <= problem.limit:
         return plan
     least = min(least, problem.unlimited_peak)
-    is_least = is_least and problem.stages_per_rank == 1  # that of the largest stage, not of the fullest rank
+    is_least = is_least and problem.stages_per_rank == 1  # proven for the largest stage, not for the fullest rank
     raise MemoryLimitError(_no_plan_fits(problem, peaks, least, is_least), least, is_least=is_least)
 
 

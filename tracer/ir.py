@@ -29,8 +29,8 @@ matter; the size of gaps does not. So the layout on arrival has the gaps of the 
 
 Example: rows of 64 floats that are 768 apart, strides (768, 1), arrive with strides (80, 1).
 
-`as_strided` is the one operation whose values depend on strides. Programs call `strided_view`, which knows those of the recording: a tensor
-that has others, because it was gathered or has come from another rank, is copied into the recorded layout first.
+`as_strided` is the one operation whose values depend on strides. Programs call `strided_view`, which knows the strides of the recording: a
+tensor that has others, because it was gathered or has come from another rank, is copied into the recorded layout first.
 """
 
 from __future__ import annotations

@@ -134,7 +134,7 @@ def _nodes_of_experts(trace: Trace, found: Experts) -> list[Node]:
 
 
 def _calls_of_experts(trace: Trace, found: Experts) -> list[Node]:
-    """Those; PartitionError if there are none."""
+    """The calls of the experts; PartitionError if there are none."""
     calls = _nodes_of_experts(trace, found)
     if not calls:
         raise PartitionError(

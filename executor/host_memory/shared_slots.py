@@ -1,8 +1,8 @@
 """Collectives of CPU tensors between the processes of one host, through memory that they share.
 
 Terms
-    slot      room for one tensor. Every rank has two, which it alone writes and all ranks read: one for its collectives of even number, one
-              for those of odd number
+    slot      room for one tensor. Every rank has two, which it alone writes and all ranks read: one for even-numbered collectives, one for
+              odd-numbered ones
     cell      an int64 in a cache line of its own. Every rank has three, which it alone writes: one for each slot, and one that says
               that it is gone
     word      the content of a slot's cell: the number of the collective whose tensor is in the slot, and the kind of tensor
@@ -21,7 +21,8 @@ still reads: a rank writes into slot k mod 2 again in collective k + 2. By then 
 begun k + 1, and so has done step 4 of k. A rank is therefore never more than one collective ahead, and a cell holds the word of k or of
 k - 2 while a rank waits for k: any other word means that ranks do not call the same collectives.
 
-A tensor that is larger than a slot goes through in pieces, each by a collective of its own. One of twice as many bytes is of another kind.
+A tensor that is larger than a slot goes through in pieces, each by a collective of its own. The kind of a piece includes the size of the
+whole tensor.
 
 `smpc.executor.host_memory.shared_peers` says how a rank waits, and which processors this is for. A cell is written in one instruction. A
 rank is gone when its group has been destroyed, or one of its collectives did not come to its end.

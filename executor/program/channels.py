@@ -17,7 +17,7 @@ Terms
 
 Receives are posted before they are needed, so a transport can fill them meanwhile:
 
-    those of the next `window` deliveries    Past a mask that has not arrived nothing can be posted, as nobody knows what follows.
+    for the next `window` deliveries         Past a mask that has not arrived nothing can be posted, as nobody knows what follows.
     on the device (`receives_on_device`)     what `allow` names, see `smpc.executor.program.message_order`. There every gradient is sent,
                                              whether it exists or not, so that nothing has to wait for a mask: what follows always has the
                                              same length, and the mask says what it means.

@@ -1,4 +1,4 @@
-"""Runs programs: one rank's (`Interpreter`), or those of all pipeline ranks in one process (`run_loopback`).
+"""Runs the program of one rank (`Interpreter`), or the programs of all pipeline ranks in one process (`run_loopback`).
 
 The interpreter has no policy: it goes through the instructions in order, and everything about them was looked
 up when it was built (`smpc.executor.program.bind`). A step is

@@ -103,7 +103,7 @@ class _Own:
         return is_real and any(extent.overlaps(Extent.of(tensor)) for extent in self._extents.values())
 
     def written(self, kept: list[Extent]) -> list[str]:
-        """Those that have been written into, and of whose memory something is in `kept`."""
+        """The names of tensors that have been written into, and of whose memory something is in `kept`."""
         other = [name for name, each in self._parameters.items() if not torch.equal(digest(each), self._digests[name])]
         names = [*self._attributes.written(), *other]
         return [name for name in names if any(self._extents[name].overlaps(each) for each in kept)]

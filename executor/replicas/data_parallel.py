@@ -34,8 +34,8 @@ from smpc.sharding.wide_gradients import is_wide, wide_stand_in
 
 
 class _Replica(nn.Module):
-    """A stage and its anchor, which is last so that it belongs to the first bucket. `sparse`: those of its parameters whose gradients
-    are sparse, which DDP takes from embeddings alone, where it comes to them first."""
+    """A stage and its anchor, which is last so that it belongs to the first bucket. `sparse`: its parameters whose gradients are sparse.
+    DDP takes these from embeddings alone, so each is the weight of one, in front of the stage."""
 
     def __init__(self, stage: nn.Module, like: nn.Parameter, sparse: Iterable[nn.Parameter]) -> None:
         super().__init__()

@@ -3,8 +3,7 @@
     all else     in parts on all replicas            a unit of `smpc.sharding` over their mesh
     apart        in parts on those with the same     a unit over a mesh of its own, inside of what is around it
 
-Gradients of what is apart are averaged over the ranks of its mesh; what they must be divided by beyond that is up to whoever made them
-others.
+Gradients of what is apart are averaged over the ranks of its mesh; any further division is up to the code that divided the parameters.
 
 `ExpertReplicas` averages gradients of experts that ranks divide among them, over the ranks that hold the same ones.
 
@@ -12,9 +11,10 @@ others.
     group      ranks that hold the same experts: one of every so many replicas
     dividing   ranks that divide experts among them, where some are wholly on one of these: others have none of their rows
 
-What comes back to an expert is divided by the number of ranks that send it tokens already (`smpc.experts.stacked`), so the average over
-this group is that over all replicas. An expert without a gradient on one rank counts there as zero, on all of them it stays without. Of an
-expert that others hold, a rank has a gradient without rows if they have one: so all speak of the same parameters in norms.
+What comes back to an expert has been divided by the number of ranks that send it tokens (`smpc.experts.stacked`), so the average over this
+group is the average over all replicas. An expert without a gradient on one rank counts there as zero; one without a gradient on all ranks
+stays without. For an expert that others hold, a rank has a gradient without rows if they have one: so norms are of the same parameters on
+all ranks.
 
     called     of experts that are wholly on one rank, those that this rank's tokens have called: in one process these have gradients,
                though it be of zero, and no others
@@ -61,7 +61,7 @@ class ExpertsApart:
 
 
 def make_equal(modules: Sequence[nn.Module], group: dist.ProcessGroup, apart: ExpertsApart | None) -> None:
-    """Give all ranks of the group the parameters and buffers of its first one; of what is apart, those of the first that has the same."""
+    """Give all ranks of the group the first rank's parameters and buffers. What is apart comes from the first rank that has the same."""
     own = {} if apart is None else {id(parameter): parameter for parameter in apart.parameters}
     held = {id(parameter): parameter for module in modules for parameter in module.parameters()}
     broadcast(

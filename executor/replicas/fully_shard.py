@@ -17,8 +17,8 @@ Example: `shards = StageShards(stages, group)`, then `Interpreter(program, shard
 
 `ModuleShards` has a module that runs as it is, without a program: its blocks are units of `smpc.sharding`.
 
-Construction gives all ranks the parameters and buffers of the group's first one, and divides the parameters over the mesh. The hooks are
-those of a step; without them, every backward averages its gradients. What is `apart` is in parts on other ranks.
+Construction gives all ranks the parameters and buffers of the group's first rank, and divides the parameters over the mesh. A step calls
+the hooks; without them, every backward averages its gradients. What is `apart` is in parts on other ranks.
 
 Replicas may use different parameters in a step, if their batches take other branches (`smpc.sharding.used_parameters`). Blocks that are
 gathered when they are called must be the same on all of them (`smpc.sharding.same_blocks`).
@@ -186,7 +186,7 @@ class StageShards:
             self.release()
 
     def share_buffers(self, source: int) -> None:
-        """Give all replicas those of one, if they are shared. Collective."""
+        """Give all replicas the buffers of one, if buffers are shared. Collective."""
         for stage in self._buffers_of:
             broadcast(stage.buffers(), self._group, source)
 
@@ -310,7 +310,7 @@ class ModuleShards:
         self._outside.end_following(end, trains=trains)
 
     def share_buffers(self, source: int) -> None:
-        """Give all replicas those of one, if they are shared. Collective."""
+        """Give all replicas the buffers of one, if buffers are shared. Collective."""
         if self._has_buffers:
             broadcast(self._module.buffers(), self._group, source)
 

@@ -7,7 +7,7 @@
     any other parameter                     is held by every rank of the group and saw its samples alone: averaged over the group
 
 The group's part is one all-reduce for each dtype. Where replicas hold parts of parameters, the ranks of a group hold the same part of each.
-A parameter without a gradient on one rank counts there as zero, on all of them it stays without.
+A parameter without a gradient on one rank counts there as zero; without one on all ranks, it stays without.
 
 Hooks of replicas in a training step: the interpreter calls them, and knows nothing else of data parallelism.
 """
@@ -108,7 +108,7 @@ class TensorReplicas(GroupHooks):
     """See `GroupHooks`.
 
     `scaled`: parameters of distributed modules; `others`: the other ones, with their names; `whole`: parameters and buffers that all
-    ranks of the group hold: construction gives every rank those of the group's first; `own_samples`: whether each rank has its own.
+    ranks of the group hold: construction copies them from the group's first rank; `own_samples`: whether each rank has its own.
     """
 
     def __init__(

@@ -60,7 +60,7 @@ def ring_attention(
 
 
 def _shift(bias: Tensor, q: Tensor, cut: Cut, group: TensorGroup, causal: bool) -> Tensor:
-    """Of the rank's own queries; a causal query sees the keys up to its own place in the whole sequence."""
+    """The shift of the rank's own queries; a causal query sees the keys up to its own place in the whole sequence."""
     if not causal:
         return bias_shift(bias, q, False, 0)
     _, blocks, mirrored = cut
@@ -111,7 +111,7 @@ class _Ring(torch.autograd.Function):
 
 
 def _gradients(ctx: Any, saved: tuple[Any, ...], grad: Tensor, neighbours: _Neighbours) -> tuple[Tensor, _Pair]:
-    """Of q, and of this rank's keys and values."""
+    """The gradients of q, and of this rank's keys and values."""
     q, k, v, out, lse, shift, *biases = saved
     dq: Tensor | None = None
     travelling: _Pair | None = None  # gradients of the keys and values of the step, with the parts of ranks before
@@ -161,9 +161,9 @@ def _around_ring(
 
 
 class _Neighbours:
-    """The ranks ahead and behind, for tensors like one, and the way to them. An error inside of it closes the memory.
+    """The ranks ahead and behind, and the connection to them for tensors like `like`. An error in the context closes the memory.
 
-    The messages that are under way then would be taken for those of the next ring. Over a group, the connections end with the process.
+    The messages that are under way then would be taken for messages of the next ring. Over a group, the connections end with the process.
     """
 
     def __init__(self, group: TensorGroup, like: Tensor) -> None:

@@ -18,7 +18,7 @@ A message is in the ring before `send` returns, and stays there when the sender 
 larger messages than LIMIT are for transports that send in the background, or go in pieces.
 
 Example, of ranks 0 and 1: `outbound.send(tensor)` on 0, `inbound.post(buffer, ..)` and `inbound.complete(post)` on 1. A pipeline's
-transport makes its own rings; `Rings.of(process_group)` are those of a group's other messages.
+transport makes its own rings; `Rings.of(process_group)` are the rings for a group's other messages.
 """
 
 from __future__ import annotations

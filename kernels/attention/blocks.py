@@ -135,7 +135,7 @@ def _on_runs(known: Sequence[Tensor], scale: float, causal: bool) -> tuple[Tenso
 
 
 def _cuts(q: Tensor) -> tuple[int, tuple[int, ...]]:
-    """The length of the triangles, and those of the rectangles, the shortest first; of nothing, none."""
+    """The length of the triangles, and the lengths of the rectangles, the shortest first; 0 and none for an empty tensor."""
     run, halves = q.shape[2] if q.numel() else 0, []
     while run % 2 == 0 and run // 2 >= _RUN:
         run //= 2

@@ -72,7 +72,7 @@ def padded_head(head: int) -> int:
 
 
 def choose(table: Table, x: torch.Tensor) -> Blocks:
-    """The block sizes for heads like those of `x` on the card that `x` is on."""
+    """The block sizes for the head size of `x`, on the card that `x` is on."""
     head = padded_head(x.shape[-1])
     if x.device.type != "cuda":
         return Blocks(16, 16, 4, 1)  # the interpreter: small tiles, so that small tensors have several

@@ -1,4 +1,4 @@
-"""Devices in numbers: what describes one, and the devices that have a name.
+"""Descriptions of devices in numbers, for the cost model, and the devices that have a name.
 
 A description has peaks, what kernels reach of them, and the wires between devices of a host and between hosts.
 
@@ -15,7 +15,7 @@ A product runs in waves of one tile on every processor, and a wave that is not f
 
     time = ceil(tiles / processors) * tile FLOPs * (k + 64) / k / (peak / processors * share * quality of the tile)
 
-for the best of some tiles; 64 is what of k passes before a tile is at work. With `processors` 0 there are no waves.
+for the best of some tiles; 64 is how much of k passes before a tile is at work. With `processors` 0 there are no waves.
 
 Times of a program beside its operations (`action`, `step`, `unit`, `unit_step`, `deferred`) are the processor's, and count where they are
 stated: on a GPU they pass while kernels that were launched before are still at work.
@@ -24,7 +24,7 @@ What was measured of an operation (`operations`, by the names of `smpc.partition
 that: its shares of the peak, by the FLOPs of one product, or of the memory bandwidth, by the bytes that it moves; in its forward and its
 backward. What was measured of collectives counts for ranks of one host.
 
-Peaks, bandwidths and sizes of the devices that have a name are those of the makers' public datasheets, without sparsity.
+Peaks, bandwidths and sizes of the devices that have a name are from the makers' public datasheets, without sparsity.
 
 float32 products are taken to run without TF32, as torch does by default. What kernels and wires reach of their peaks is what public
 measurements of public libraries say, rounded, for work of any model. Memory's share and the variation of devices came in after a first

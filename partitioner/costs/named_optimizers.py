@@ -17,8 +17,9 @@ that end in -fp32-master are what mixed-precision training adds: moments and a m
     adam, adamw             8                    4
     adamw-fp32-master       8                    12
 
-With data-parallel replicas (`Optimizer.replicated`) a rank also holds the buckets in which gradients are summed, a second copy of
-them, but for those of experts, which are summed at the end of a step; sharded over the replicas, it holds its part of the state alone:
+With data-parallel replicas (`Optimizer.replicated`) a rank also holds the buckets in which gradients are summed: a second copy of the
+gradients, except for experts', which are summed at the end of a step. If the state is sharded over the replicas, a rank holds its part of
+it alone:
 
     find_optimizer("adamw-fp32-master").replicated(8, sharded=True)        1.5 + 2 bytes for a bfloat16 element: state, bucket
 

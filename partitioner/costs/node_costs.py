@@ -6,12 +6,11 @@
                     for each input that needs a gradient: dX = dY @ W.T and dW = X.T @ dY cost as much as Y = X @ W, each as its shape
                     lets it. A fused attention's has two and a half times the FLOPs of its forward. For all others, half as many bytes
                     again: gradients are read and written, and saved values are read again. Nodes without gradients cost nothing.
-    accumulation  a gradient that is added to that of earlier microbatches is read twice and written once; part of the backward
+    accumulation  a gradient that is added to the sum of earlier microbatches is read twice and written once; part of the backward
 
-Views move no bytes and take no time, or what was measured of them. What an operation keeps for its backward beside inputs and output (the
-mask of a dropout, the log-probabilities of a loss) is written and read as well. How fast products, attention and copies are is the device's
-affair (`smpc.partitioner.costs.device`), and how long ranks take to exchange what they have that of
-`smpc.partitioner.costs.collective_times`.
+Views move no bytes, and take no time unless it was measured. What an operation keeps for its backward beside inputs and output (the mask of
+a dropout, the log-probabilities of a loss) is written and read as well. `smpc.partitioner.costs.device` says how fast products, attention
+and copies are, and `smpc.partitioner.costs.collective_times` how long ranks take to exchange what they have.
 
 State: a trained parameter has a gradient and optimizer state, by the name of the optimizer (`smpc.partitioner.costs.named_optimizers`).
 
@@ -24,8 +23,8 @@ Example: a model on four H100s of one host, trained by AdamW with float32 master
 
 What can be deferred are the calls of `DEFERRABLE` that take a parameter and are in no activation checkpoint (see
 `smpc.executor.split_backward.intercept`). Of such a call's backward, W has one matrix product for each parameter of two or more dimensions,
-I one for each other input that needs a gradient; a bias counts for nothing beside them. Of a module that is called whole,
-with parameters, W has half. All else is part of I.
+I one for each other input that needs a gradient; a bias counts for nothing beside them. Of a module that is called whole and has
+parameters, W has half. All else is part of I.
 
 Example: linear(x, weight, bias) in the middle of a model has W = I; the first one of a model, whose input needs no
 gradient, is all W, and so is an embedding. matmul(query, key) is all I. A block of F = 1 with 0.6 in linear layers and
@@ -74,7 +73,7 @@ class CostModel:
     link_bandwidth: float = H100.between_hosts.bandwidth  # bytes/s between stages
     link_latency: float = H100.between_hosts.latency  # s for one message, with what both ends do about it
     kernels: Kernels = field(default_factory=Kernels)  # what is reached of the peaks
-    accumulated: float = 0.0  # share of the microbatches whose gradients are added to those of earlier ones
+    accumulated: float = 0.0  # share of the microbatches whose gradients are added to earlier ones
     kernel_overhead: float = 1e-6  # s to run one node once more; used to judge recomputation only
     optimizer: Optimizer = ADAM
     holds_sent: bool = False  # sent tensors stay until the receiver is known to have them: gloo
@@ -145,7 +144,7 @@ class CostModel:
         return max(work, products * self.kernels.launch)
 
     def accumulation_time(self, num_bytes: int) -> float:
-        """Seconds to add so many bytes of gradients to those of earlier microbatches, by the share of microbatches that do."""
+        """Seconds to add so many bytes of gradients to the sum of earlier microbatches, times the share of microbatches that do."""
         return self.accumulated * self._memory_time(3 * num_bytes)
 
     def _measured(self, node: Node, dtype: str, size: float, work: float, *, is_backward: bool = False) -> float | None:
@@ -437,7 +436,7 @@ def times_with_collectives(
     device: Device,
     plain: NodeTimes | None = None,
 ) -> NodeTimes:
-    """Predicted times of a sharded trace's nodes: those of the collectives by what they send, in groups of this kind.
+    """Predicted times of a sharded trace's nodes. Collectives are timed by what they send, in groups of this kind.
 
     `plain`: the times without collectives, if they are known already.
     """

@@ -1,8 +1,8 @@
 """Which kernel an operation is for the time model: a matrix product of some shape, a fused attention, or one that moves bytes.
 
-    product_of(node)     (batch, rows, columns, depth) of a product; of a convolution, that of the product which it is at heart
+    product_of(node)     (batch, rows, columns, depth) of a product; for a convolution, of the product that it amounts to
     name_of(node)        what kind of operation it is, for times that were measured
-    broader_name(name)   that of the kind which a kind is one of, for those that were not measured
+    broader_name(name)   the name of the broader kind that a kind belongs to, for kinds that were not measured
     measured_flops(node) FLOPs by which products that were measured are compared
     is_attention(node)   scaled_dot_product_attention and its relatives, one kernel from queries to outputs
 
@@ -35,7 +35,7 @@ _BATCHED = ("bmm", "baddbmm")
 _MAYBE_BATCHED = ("matmul", "__matmul__", "__rmatmul__", "einsum")
 ATTENTION_BACKWARD = 2.5  # times the FLOPs of its forward
 _DROPOUT, _IS_CAUSAL = 4, 5  # their places among the arguments of scaled_dot_product_attention
-_GROUPS = 6  # its place among those of convolutions
+_GROUPS = 6  # its place among the arguments of convolutions
 _LANES = 16  # float32 elements that a processor computes at once
 _OVERLAP = 1.5  # as often a convolution of windows that overlap reads an element for each of its output channels
 
@@ -59,10 +59,10 @@ def name_of(node: Node) -> str:
     """What kind of operation it is, whichever way it was called: `torch.nn.functional.relu_` and `torch.Tensor.relu` are "relu".
 
     What draws random numbers of its own on each rank (`smpc.executor.shared_draws.draw_apart`) is what it was before. Products of matrices
-    are "linear", those of batches of them "bmm". Fused attentions are "attention", "attention_causal" or "attention_dropout", for which
-    some devices have other kernels. So it is with convolutions: "conv"; "conv_pointwise" where windows do not overlap, as those of one
-    element or of patches; "conv_grouped". Of two tensors one of which is stretched to the other's shape the arithmetic is
-    "mul_broadcast" and so on: its backward adds up what was stretched.
+    are "linear", products of batches of matrices "bmm". Fused attentions are "attention", "attention_causal" or "attention_dropout", for
+    which some devices have other kernels. So it is with convolutions: "conv"; "conv_pointwise" where windows do not overlap, as windows of
+    one element or of patches; "conv_grouped". Arithmetic of two tensors, one of which is stretched to the other's shape, is "mul_broadcast"
+    and so on: its backward adds up what was stretched.
     """
     name = _called_function(node)[0].strip("_")
     if name[:1] in ("r", "i") and name[1:] in _ARITHMETIC:

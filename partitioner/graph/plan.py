@@ -70,7 +70,7 @@ class Stage:
     transient_bytes: int = 0  # at the peak, beyond all of the above
     checkpoints: tuple[Region, ...] = ()  # what it computes again for the backward pass, outer ones first
     recompute_time: float = 0.0  # part of backward_time
-    device: str = ""  # that of its rank, where ranks have several kinds
+    device: str = ""  # of its rank, where ranks have several kinds
     offloaded_bytes_per_microbatch: int = 0  # of the activations, what waits for the backward in CPU memory
     weight_time: float = 0.0  # part of backward_time: the parameters' gradients that a split backward computes later
     split_time: float = 0.0  # beside forward_time and backward_time, where the backward is split

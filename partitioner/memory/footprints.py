@@ -1,8 +1,9 @@
 """What one operation makes and drops while it runs forward and backward, seen in a run of that operation alone on fake tensors.
 
-A trace knows the tensors that outlive an operation. Those that its formula makes on the way only the formula knows: the backward of
-`x.square()` makes three values of x's size, of which one stays; that of a sum makes none, since its gradient is a view of one number. So
-each kind of operation, by its target, its constants, and the shapes and strides of its tensors, is run once, and its storages are watched:
+A trace knows the tensors that outlive an operation. It knows nothing of the tensors that an operation's formula makes on the way: the
+backward of `x.square()` makes three values of x's size, of which one stays; the backward of a sum makes none, since its gradient is a view
+of one number. So each kind of operation, by its target, its constants, and the shapes and strides of its tensors, is run once, and its
+storages are watched:
 
     scratch     in its forward: the most bytes beyond what it reads, returns, or saves for the backward
     working     in its backward: the most bytes beyond what was there when it began, the gradient of its result included
@@ -11,9 +12,9 @@ each kind of operation, by its target, its constants, and the shapes and strides
                 because it is in the memory of an earlier input's gradient. And its stride: a view of a gradient that is laid out
                 otherwise than its value is a copy
 
-Fake tensors compute nothing, and have the trace's sizes. Seen is what passes torch's dispatcher, which is all but the workspace of kernels.
-Of operations that are no function of torch (modules called whole, custom autograd functions, what ranks do together), and of those that
-read or return tuples, nothing is found: see `smpc.partitioner.memory.lifetimes` for what is assumed there.
+Fake tensors compute nothing, and have the trace's sizes. What passes torch's dispatcher is seen, which is all but the workspace of kernels.
+Nothing is found for operations that are no function of torch (modules called whole, custom autograd functions, what ranks do together), or
+that read or return tuples: see `smpc.partitioner.memory.lifetimes` for what is assumed there.
 
 Example: h = x.square(), 4 bytes each: scratch 0, working 12 (x to the power of 1, twice that, and the gradient), gradients (4,).
 """
@@ -48,7 +49,7 @@ Stride = tuple[int, ...]
 
 
 class Gradient(NamedTuple):
-    """Of one input: see the module docstring."""
+    """The gradient of one input: see the module docstring."""
 
     num_bytes: int
     stride: Stride
@@ -66,14 +67,14 @@ class Footprint:
 
 
 def footprint(trace: Trace, position: int, stride: Stride | None = None) -> Footprint | None:
-    """Of a node, if the gradient of its result has this stride, by default that of a dense tensor; None: nothing is known."""
+    """The footprint of a node if the gradient of its result has this stride, by default a dense tensor's. None: nothing is known."""
     spec = trace.nodes[position].spec
     is_dense = stride is None or (spec is not None and stride == contiguous_stride(spec.shape))
     return _footprints(trace, position).get(None if is_dense else stride)
 
 
 def forward_footprint(trace: Trace, position: int) -> Footprint | None:
-    """Of a node, for what its forward takes and returns: one with whatever gradient is known; None: nothing is known."""
+    """The footprint of a node for its forward alone: one with whatever gradient is known. None: nothing is known."""
     known = _footprints(trace, position)
     return next((found for found in known.by_stride.values() if found is not None), None) or known.get(None)
 
@@ -84,13 +85,13 @@ def _footprints(trace: Trace, position: int) -> _Footprints:
 
 @dataclass(frozen=True, slots=True)
 class _Footprints:
-    """Those of one operation that are known, by the stride of the gradient of its result. `call` None: nothing is known."""
+    """The known footprints of one operation, by the stride of the gradient of its result. `call` None: nothing is known."""
 
     call: _Operation | None
     by_stride: dict[Stride | None, Footprint | None] = field(default_factory=dict)
 
     def get(self, stride: Stride | None) -> Footprint | None:
-        """For a gradient with this stride, run now if it was not yet. None: a dense one."""
+        """The footprint for a gradient with this stride, found by a run the first time. None: a dense gradient."""
         if stride not in self.by_stride:
             self.by_stride[stride] = None if self.call is None else _run_once(self.call, stride)
         return self.by_stride[stride]
@@ -247,7 +248,7 @@ class _Storages(TorchDispatchMode):
         self.seed = 0 if seed is None else self.number(seed)
 
     def number(self, tensor: Tensor) -> int:
-        """Of the tensor's storage, from 1 on."""
+        """The number of the tensor's storage, from 1 on."""
         storage = tensor.untyped_storage()
         key, num_bytes = storage._cdata, storage.nbytes()
         if key not in self._known:

@@ -16,9 +16,9 @@ then frees the first. What it makes, and which gradients it passes on, is seen i
 (`smpc.partitioner.memory.footprints`); a second contribution to a gradient then makes a third block, as it does where tensors are
 watched or the first one arrived from another stage (unwatched, autograd may add in place).
 
-Of other nodes this is assumed: a node makes no gradient if it can pass its own on: sums, views of the same size and parts of a
-concatenation. A second contribution is added to the first in place if nothing else shares that block, else both make a third. What a
-fused operation saves for itself it needs once more as scratch, as the gradient of that inner value.
+For other nodes this is assumed: a node makes no gradient if it can pass its own on: sums, views of the same size and parts of a
+concatenation. A second contribution is added to the first in place if nothing else shares that block, else both make a third. What a fused
+operation saves for itself it needs once more as scratch, as the gradient of that inner value.
 
 Example: loss = mse(relu(linear(x)), y), every value 4 bytes: backward of mse holds 4 (its result), of relu 8 (the
 gradient read and the one made), of linear 4 (x needs none).
@@ -261,7 +261,7 @@ class _Asked(NamedTuple):
 
 
 def _found(graph: Graph, asked: _Asked, exact: bool) -> Lifetimes:
-    """Those of a stage; nobody may write into them, for other plans with the same stage get them as well."""
+    """The lifetimes of a stage. Nobody may write into them: other plans with the same stage get them as well."""
     backward, parameters, before = _Backward(graph, exact).run(asked.positions, asked.roots, asked.arriving)
     found = Lifetimes(live_forward(graph, asked.positions, asked.kept, exact), backward, parameters, before)
     for column in (found.forward, found.backward, found.parameters, found.before):
@@ -313,7 +313,7 @@ class _Backward:
         return activations, parameters, before
 
     def result(self, position: int) -> int:
-        """The node whose gradient the backward of the one at `position` reads: of `x[i] = y` that of x."""
+        """The node whose gradient is read by the backward of the node at `position`: for `x[i] = y`, the node of x."""
         node = self.nodes[position]
         is_own = node.target != targets.SETITEM or not node.mutates
         return position if is_own else self.graph.trace.position(node.mutates[0])

@@ -1,13 +1,13 @@
 """Memory of a rank by its actions: where backwards are in two parts, or where the rank has several stages.
 
-B computes gradients of inputs, and W, later, those of parameters.
+B computes the gradients of inputs, and W, later, the gradients of parameters.
 
 Between B and W a microbatch holds what W reads, and nothing else (see `smpc.executor.split_backward`):
 
     deferred      of one microbatch: for each call that is put off what autograd saves of it, by storage, the arguments that its
                   record holds, and the gradient of its result; of the other calls the gradients of parameters, which W adds up
 
-What a stage holds is the largest of, over its actions, with a other microbatches that wait for B and d that wait for W, and n over the
+A stage holds the largest of the following over its actions, with a other microbatches that wait for B, d that wait for W, and n over the
 nodes of the stage (for the terms see `smpc.partitioner.memory.peak`):
 
     F     a activations + d deferred + activations up to n + what lives at n, with what waits
@@ -20,7 +20,7 @@ nodes of the stage (for the terms see `smpc.partitioner.memory.peak`):
 and from the first W or BW on all gradients of parameters.
 
 A rank with several stages runs one at a time. So its peak is the largest, over its actions, of what the action's stage holds meanwhile and
-the others hold beside it: their microbatches that wait, and their gradients. Buffers of messages are never fewer than they were once.
+the others hold beside it: their microbatches that wait, and their gradients. The number of message buffers never falls.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ class ActionUse:
         return ActionUse(*(tuple(dict.fromkeys(b._replace(others=()) for b in kind)) for kind in kinds))
 
     def times(self, factor: float, most: int) -> ActionUse:
-        """With so many times as many microbatches in flight, at most `most`, of a stage whose rank has no other."""
+        """The use with `factor` times as many microbatches in flight, at most `most`; for a stage whose rank has no other."""
 
         def more(kind: tuple[Beside, ...]) -> tuple[Beside, ...]:
             found = []

@@ -217,7 +217,7 @@ class _Microbatch:
         return unit.whole * ((unit.first <= nodes) & (nodes <= ends))
 
     def _gradients(self, unit: UnitBytes, nodes: IntArray) -> IntArray:
-        """Those that exist, and what is being added to them; parts once it is done."""
+        """The gradients that exist, and what is being added to them; parts once that is done."""
         earlier = 0 if self.is_first else unit.gradients if unit.adds_up else unit.parts
         own = unit.added if unit.adds_up and not self.is_first else unit.exists
         return np.where((unit.first <= nodes) | (not self._averages(unit)), earlier + own, unit.parts)

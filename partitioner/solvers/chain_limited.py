@@ -2,8 +2,8 @@
 
 `solve_limited` finds, among the contiguous partitions in which no stage's peak (`smpc.partitioner.solvers.peak_bound`) exceeds the
 limit, the smallest bottleneck, and then the cheapest cuts, as `smpc.partitioner.solvers.chain` does without a limit.
-`least_peak` finds the partition whose largest peak is smallest: no contiguous partition does with less. Of long chains with many stages
-that would take minutes: then it is the best of those with the cheapest cuts.
+`least_peak` finds the partition whose largest peak is smallest: no contiguous partition does with less. For long chains with many stages
+that would take minutes: then it finds the best of the partitions with the cheapest cuts.
 
 Peaks do not grow with the interval: to cut later can be to send less. So both are dynamic programs over all ends of a
 stage, best[s][j] = min over i of max(best[s - 1][i], value of i..j), kept small by windows: within a bottleneck B and
@@ -43,7 +43,7 @@ Values = Callable[[int, int, int], FloatArray]  # (start, stop, stage) -> value 
 
 @dataclass(frozen=True)
 class LimitedChain:
-    """A chain problem with the peaks of its intervals. Positions are those of merged units, as in `ChainModel`."""
+    """A chain problem with the peaks of its intervals. Positions count merged units, as in `ChainModel`."""
 
     problem: ChainProblem
     model: ChainModel
@@ -63,7 +63,7 @@ class LimitedChain:
         return cls(problem, model, peaks, positions, Intervals(units, scale), Intervals(reversed_units(units), scale))
 
     def coarser(self) -> LimitedChain | None:
-        """With the cheapest cuts alone, as many as are quickly gone through; None if these are all of them."""
+        """The chain with the cheapest cuts alone, as many as are quickly gone through; None if these are all of them."""
         model, num_stages = self.model, len(self.model.in_flight)
         most = max(2 * num_stages, _MOST_STARTS // num_stages)
         if model.forward.num_units <= most:

@@ -42,7 +42,7 @@ ROUNDING = 1e-9  # what floating point arithmetic may add to a load, relative
 _ROUNDS, _STEPS = (
     3,
     60,
-)  # of the search for weights of kinds, and of that of two of them: a third of what is left goes with each
+)  # of the search over all kinds, and of the search over two of them: each step leaves out a third of the rest
 
 
 @dataclass(frozen=True)
@@ -103,8 +103,9 @@ def simple_bound(problem: LoadProblem) -> float:
 def divided(problem: LoadProblem) -> tuple[float, FloatArray]:
     """The least load of units that may be cut in pieces, and the weights of the kinds of devices, by kind, that prove it.
 
-    Weights that add up to one over all devices make the largest load at least the sum of all loads times their weights, and that is at
-    least what the units cost where they cost least by then. The sum is concave in the weights: those of two kinds at a time are improved.
+    If weights add up to one over all devices, the largest load is at least the sum of all loads times their weights. That sum is at least
+    what the units cost, each on the kind where it costs least after weighting. It is concave in the weights: the weights of two kinds at a
+    time are improved.
     """
     number = np.bincount(problem.kind_of, minlength=len(problem.costs)).astype(float)
     share = number / number.sum()  # of all weight, by kind

@@ -71,14 +71,14 @@ class _Away:
 
     first: IntArray  # rank at which the region begins
     before: IntArray  # rank at which the last region before it begins that reads the storage; -1: there is none
-    last: IntArray  # the region's last rank, or that of the last reader behind it: an interval beyond has it to itself
+    last: IntArray  # rank of the region's end, or of the last reader behind it: an interval beyond has it to itself
     made: IntArray  # rank
     num_bytes: IntArray
     received: IntArray  # bytes of it, where another stage makes it
 
     @classmethod
     def of(cls, graph: Graph, regions: Sequence[Region]) -> _Away:
-        """Of the regions that are inside no other. As at run time (`smpc.partitioner.memory.lifetimes`), inputs and state stay."""
+        """The entries of regions inside no other. As at run time (`smpc.partitioner.memory.lifetimes`), inputs and state stay."""
         trace, rows, seen, end = graph.trace, list[tuple[int, ...]](), dict[int, int](), -1
         ignored = _state_storages(graph) | {n.storage for n in trace.nodes if n.kind is NodeKind.PLACEHOLDER} | {-1}
         held: dict[int, list[int]] = {}
@@ -325,7 +325,7 @@ class PeakRows:
 
 
 class _FromStart(NamedTuple):
-    """Of intervals from one place, by their ends: what does not depend on the stage that runs them (see `StepTerms`)."""
+    """Terms of intervals from one place, by their ends, that do not depend on the stage that runs them (see `StepTerms`)."""
 
     static: IntArray
     scratch: IntArray
@@ -382,7 +382,7 @@ def _of_one_user(graph: Graph, num_bytes: Callable[[StateSpec], int]) -> IntArra
 
 
 def _state_intervals(graph: Graph, num_bytes: Callable[[StateSpec], int]) -> Intervals:
-    """Of bytes that a stage holds once for each of its parameters, whoever else uses it."""
+    """Intervals of bytes that a stage holds once for each of its parameters, whoever else uses it."""
     own, shared = [0] * graph.num_compute, []
     for users, size in state_items(graph, num_bytes):
         if len(users) == 1:
@@ -420,7 +420,7 @@ def _saved_inputs(graph: Graph, storages: set[int]) -> tuple[IntArray, IntArray]
 
 
 def _copies_in_peaks(state: Sequence[tuple[tuple[int, ...], int]], num_units: int, num_stages: int) -> Intervals:
-    """Of the buffers in which other stages' gradients of shared parameters arrive; `state`: users of each, and bytes of one buffer."""
+    """Intervals of the buffers in which other stages' gradients of shared parameters arrive; `state`: users, and bytes of one buffer."""
     none = (0,) * num_units
     shared = [
         SharedItem(users, (min(num_stages, len(users)) - 1) * num_bytes) for users, num_bytes in state if len(users) > 1

@@ -1,17 +1,17 @@
-"""What no placement is below whose transfers count: every device that does its share of the work cuts some values.
+"""A lower bound on the load of placements whose transfers count: every device that does its share of the work cuts some values.
 
 Terms
-    weight      of each kind of device, those of all devices adding up to one (`smpc.partitioner.solvers.loads.divided`)
+    weight      of each kind of device; the weights of all devices add up to one (`smpc.partitioner.solvers.loads.divided`)
     price       of a unit: the least weight x cost of it on any kind; together they are the least load of units cut in pieces, L
-    f(t)        what a set of units with prices of t in all cuts at least, by weight
+    f(t)        the least that a set of units whose prices add up to t cuts, by weight
 
 A device of weight w with the units S and a load of at most B has price(S) + f(price(S)) <= w B. Let Y(B) be the largest price for which
-that holds: if those of all devices are less than L together, no placement has a load of at most B.
+that holds: if the Y(B) of all devices add up to less than L, no placement has a load of at most B.
 
-f is that of all sets, connected or not, by a dynamic program over the units in a row: of each value that some units behind and some ahead
-touch it knows whether those behind are all in the set, all out of it, or both. So it is for graphs in which few values are open at a time.
-Prices are counted in whole steps whose sums from the start are rounded, so a run of neighbours in the row is wrong by at most one step,
-however long it is: the start of a run counts one step more, and what a set cuts two steps less for each of its runs.
+f is over all sets, connected or not, by a dynamic program over the units in a row: for each value that some units behind and some ahead
+touch, it knows whether the units behind are all in the set, all out of it, or some of each. So it is for graphs in which few values are
+open at a time. Prices are counted in whole steps whose sums from the start are rounded, so a run of neighbours in the row is wrong by at
+most one step, however long it is: the start of a run counts one step more, and what a set cuts two steps less for each of its runs.
 
 Example: four units in a line, of cost 1, each of which sends a value of cost 1 to the next, on two devices. Work alone says 2; but what is
 not all of the line cuts a value, so of a load of 2.5 only 1.5 is work, and 3 is proven.

@@ -111,8 +111,8 @@ class KeptParameters:
                 raise changed_parameter(name, self._named, now)
 
     def check_replaced(self) -> None:
-        """StepError unless programs can run over the model's parameters of now in the place of those of then: of the same names, shapes and
-        dtypes, whole, and one where there was one under several names."""
+        """StepError unless programs can run over the model's current parameters in the place of the kept ones: with the same names, shapes
+        and dtypes, whole, and one where there was one under several names."""
         now = dict(self._model.named_parameters(remove_duplicate=False))
         first = {id(parameter): name for name, parameter in reversed(self._every.items())}
         for name in dict.fromkeys((*self._every, *now)):

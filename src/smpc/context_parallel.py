@@ -82,8 +82,8 @@ def shard(
     `sequence_dims`: the sequence dimension of each input, such as {"input_ids": 1}; by default all dimensions but the first. `outputs`
     are the only tensors that calls return, such as ("loss",), so that logits need not be gathered; by default all are returned.
     `draw_as_one_process`: dropout drops the same elements as without the group, at a cost in memory and time
-    (docs/tensor_parallel_compiler.md). On every rank, gradients equal those of one process with the whole batch. Raises ConfigError for a
-    wrong layout, input or output, and for lengths that the ranks do not divide; TraceError for a model that cannot be recorded.
+    (docs/tensor_parallel_compiler.md). On every rank, gradients equal the gradients of one process with the whole batch. Raises ConfigError
+    for a wrong layout, input or output, and for lengths that the ranks do not divide; TraceError for a model that cannot be recorded.
     """
     check_not_shared(model, CONTEXT)
     dims = {name: (own,) if isinstance(own, int) else tuple(own) for name, own in (sequence_dims or {}).items()}

@@ -362,7 +362,7 @@ class Runtime:
 
     @property
     def hooks(self) -> StepHooks | None:
-        """Those of training steps of the first program; None before it is installed, and without replicas."""
+        """The hooks of training steps of the first program; None before it is installed, and without replicas."""
         return self._programs[0].hooks if self._programs else None
 
     def sums_like_first(self, program: int) -> bool:

@@ -257,7 +257,7 @@ class EffectWatch:
             self._overwritten.setdefault(storage, self._here())
 
     def note_attributes(self, kept: Iterable[tuple[Extent, str]], written: Iterable[Extent]) -> None:
-        """A module that is called whole has autograd keep memory of attributes, and writes into that of others."""
+        """A module that is called whole has autograd keep memory of attributes, and writes into memory of others."""
         for extent, name in kept:
             self.attributes.keep(extent, name)
         self.attributes.write(written, self._here())

@@ -320,7 +320,7 @@ class Reads:
         self._named_in(frame, self._run.context())
 
     def _named_in(self, frame: FrameType, context: str) -> None:
-        """What a function of the model's names, as it begins. Classes in a closure (that of `super()`) stay the same: looked at once."""
+        """Notes the values of names in a model's function, as it begins. Classes in a closure (`super()`) stay the same: looked at once."""
         code, namespace, local = frame.f_code, frame.f_globals, frame.f_locals
         called = self._codes.setdefault(code, Called(namespace))
         was_here = context in called.contexts and called.namespace is namespace

@@ -71,9 +71,9 @@ _HOOK_TABLES = ("_hooks", "_hooks_with_kwargs", "_hooks_always_called")
 
 
 class NewHooks:
-    """The hooks that a run registers on modules: those of transformers collect hidden states, and a flag says that they are there.
+    """The hooks that a run registers on modules: hooks of transformers collect hidden states, and a flag says that they are there.
 
-    Made before the run. Those of a script that are still there after it would be called in the next call, too, of which the trace knows
+    Made before the run. A script's hooks that are still there after it would be called in the next call, too, of which the trace knows
     nothing; a module that is called whole registers its own.
     """
 

@@ -247,7 +247,7 @@ def _check_types(module: nn.Module, state: Sequence[Tensor], types: Sequence[tor
 class _Reached(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Fakes, parameters and buffers of the model that operations of a real run take: the run has copies of all that it may use.
 
-    `keep` is told which storages autograd keeps; `kept` leaves out those of running statistics, for the operation that writes them.
+    `keep` is told which storages autograd keeps; `kept` leaves out the storages of running statistics, for the operation that writes them.
     """
 
     def __init__(self, state: FakeState) -> None:
@@ -283,7 +283,7 @@ class _Written:
         self._before = [(tensor, tensor._version, _digest(tensor)) for tensor in tensors]
 
     def positions(self) -> list[int]:
-        """Those of the tensors that have been written into."""
+        """The positions of the tensors that have been written into."""
         return [
             position
             for position, (tensor, version, digest) in enumerate(self._before)
@@ -292,7 +292,8 @@ class _Written:
 
 
 def _digest(tensor: Tensor) -> int:
-    """Of a tensor's memory; 0 if it has none. Of a large parameter, whose zeros may be more than the machine has, how much was written."""
+    """A digest of a tensor's memory; 0 without any. For a large parameter, whose zeros may be more than the machine has: how much was
+    written."""
     if tensor.layout is not torch.strided or not tensor.numel():
         return 0
     storage = tensor.untyped_storage()

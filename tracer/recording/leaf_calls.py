@@ -28,7 +28,7 @@ _SHAPE_RULE = "what to do: give the shapes of what it returns with smpc.register
 
 
 class LeafCalls:
-    """Those of one recording."""
+    """The leaf calls of one recording."""
 
     def __init__(self, recorder: Recorder, tensors: Identities, names: NodeNames) -> None:
         self._recorder, self._tensors, self._names = recorder, tensors, names

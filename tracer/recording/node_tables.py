@@ -182,5 +182,5 @@ class AttributeWrites:
 
 
 def is_within(inner: str, outer: str) -> bool:
-    """Whether the module of one name is that of the other, or in it."""
+    """Whether the module of name `inner` is the module of name `outer`, or in it."""
     return not outer or outer == inner or inner.startswith(f"{outer}.")

@@ -22,14 +22,14 @@ _NO_BUFFER = ", a tensor that is no buffer"
 
 
 class AttributeValues:
-    """Of one recording."""
+    """The attribute values of one recording."""
 
     def __init__(self, state: FakeState) -> None:
         self._state = state
         self._found: dict[int, tuple[Tensor, Tensor, int]] = {}  # with its values, and its version then
         self._given: dict[int, Tensor] = {}  # of which Python has the memory
         self._names: dict[int, str] = {}  # by the storage of the fake that stands for it in operations
-        self._texts: dict[int, str] = {}  # by the same, and by those of other memory that was there before
+        self._texts: dict[int, str] = {}  # by the same, and by storages of other memory that was there before
         self._extents: dict[int, Extent] = {}  # by the same
         self._fakes: list[Tensor] = []  # kept, as others would get the address of a storage that is let go of
 

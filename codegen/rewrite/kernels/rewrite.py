@@ -17,9 +17,8 @@ and otherwise refused, with the reason. The new nodes carry measured FLOPs, byte
 
 `splice` makes the trace with nodes replaced: the same Python, the same inputs and outputs, other calls. The new nodes are where the
 last replaced one stood, under the module call that it was in: other replaced nodes that are read on (`Replacement.also`) move there. A
-module call that lost nodes cannot be
-made any more, since the module would compute what was replaced: its arguments become `Opaque`, which has the splitter write it out
-node by node.
+module call that lost nodes cannot be made any more, since the module would compute what was replaced: its arguments become `Opaque`, which
+has the splitter write it out node by node.
 
 The nodes of a replacement, with everything that a recorded node has: spec, storages, FLOPs, bytes, what autograd saves.
 
@@ -107,7 +106,7 @@ class Measurer:
     def _run(self, calls: tuple[KernelCall, ...], old: Node) -> list[Node]:
         """Nodes called "#0", "#1", ..., with storages of their own numbered from -2 down.
 
-        Calls that read the same, of tensors with the same specs, are run once: those of all blocks, as a rule.
+        Calls that are equal but for the names of their tensors, with the same specs, are run once: as a rule, once for all blocks.
         """
         names = [*dict.fromkeys(name for call in calls for name in references((call.args, dict(call.kwargs))))]
         names = [name for name in names if not name.startswith("#")]

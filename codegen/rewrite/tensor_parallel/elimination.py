@@ -17,7 +17,7 @@ ends go whenever no table below the next of `_STAGES` is left.
 
 What is left then (blocks that run many times with the same weights) is branched on: a part is fixed to each of its options in turn, and
 each of these smaller problems goes the same way, the most promising one first. Problems that cannot be better than the best choice found
-are left out: their bound is that of mini-buckets (Dechter and Rish, 2003), elimination in which the tables of a part are minimized apart
+are left out. The bound comes from mini-buckets (Dechter and Rish, 2003): elimination in which the tables of a part are minimized apart
 where together they would be too large.
 """
 
@@ -114,7 +114,7 @@ class _Tables:
 
     @property
     def cost(self) -> float:
-        """Of all that is eliminated, without the parts that have one option in the problem."""
+        """The cost of all that is eliminated, without the parts that have one option in the problem."""
         return float(sum(table.min() for part, (parts, table), _ in self.done if parts == (part,)))
 
     def reduce(self) -> None:
@@ -243,7 +243,7 @@ def _parts_of(factors: Iterable[Factor]) -> tuple[int, ...]:
 
 
 def _without(part: int, factor: Factor) -> Factor:
-    """With the part's best option for all options of the others."""
+    """The factor without the part: its best option for all options of the others."""
     parts, table = factor
     return tuple(other for other in parts if other != part), table.min(axis=parts.index(part))
 
@@ -294,7 +294,7 @@ def _value_factor(problem: LayoutProblem, producer: int, users: list[tuple[int, 
 
 
 def _conversion_costs(problem: LayoutProblem, producer: int, target: Layout) -> Table:
-    """By option of the producer."""
+    """What a conversion to the target costs, by option of the producer."""
     costs = [problem.conversion_cost(producer, option.output, target) for option in problem.options[producer]]
     return np.asarray([math.inf if cost is None else cost for cost in costs])
 

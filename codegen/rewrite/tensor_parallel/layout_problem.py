@@ -294,7 +294,7 @@ _TRIES = 16  # lengths that are tried for an iteration from one node on
 
 
 def iterations(trace: Trace, facts: Facts, positions: Sequence[int]) -> dict[int, int]:
-    """Maps the positions of nodes of a loop's third and later iterations to those of the second; among `positions`, which ascend."""
+    """Maps the positions of nodes of a loop's third and later iterations to positions in the second; among `positions`, which ascend."""
     nodes = [trace.nodes[position] for position in positions]
     kinds = [_kind_of_layout_node(facts, node) for node in nodes]
     index = {node.name: i for i, node in enumerate(nodes)}

@@ -172,7 +172,7 @@ def describe(rewritten: ShardedTrace) -> str:
 
 
 def equal_blocks_once(rows: Mapping[str, Sequence[str]]) -> Iterator[str]:
-    """Lines for people, of rows by block: those of blocks with the same rows once."""
+    """Lines for people, of rows by block: blocks with the same rows share one list."""
     blocks: dict[tuple[str, ...], list[str]] = {}
     for module, own in rows.items():
         blocks.setdefault(tuple(own), []).append(module)
@@ -351,14 +351,14 @@ class _Writer:
         return written
 
     def _storage(self, node: Node, names: Mapping[str, str]) -> int:
-        """The memory of its result: that of a converted input, where it is a view of it."""
+        """The memory of a node's result: the converted input's, where the result is a view of one."""
         moved = self._moved(names)
         if node.storage in moved:
             self.storage_of[node.name] = moved[node.storage]
         return moved.get(node.storage, node.storage)
 
     def _moved(self, names: Mapping[str, str]) -> dict[int, int]:
-        """Memory of inputs as recorded -> that of what a rank has in their place, where it is another."""
+        """Memory of inputs as recorded -> memory of what a rank has in their place, where it is another."""
         found = ((self.trace.node(name).storage, self.storage_of.get(new, -1)) for name, new in names.items())
         return {old: new for old, new in found if old >= 0 and new not in (-1, old)}
 
@@ -374,7 +374,7 @@ class _Writer:
         return tuple(dict.fromkeys((*(moved.get(storage, storage) for storage in node.saved), *kept)))
 
     def _copies(self, moved: Mapping[int, int]) -> set[int]:
-        """Of these, the memory of what was made of parameters and buffers: gathered ones, say."""
+        """The part of this memory that was made from parameters and buffers: gathered ones, say."""
         return {new for old, new in moved.items() if old in self.of_state}
 
     def _keeps(self, node: Node, name: str) -> bool:
@@ -523,7 +523,7 @@ class _Writer:
         return self.results[form]
 
     def _fake(self, name: str) -> Any:
-        """For a value: one for all that nothing was run for and that look the same."""
+        """A fake tensor for a value: one for all values that nothing was run for and that look the same."""
         if name not in self.fakes:
             spec = self.specs[name]
             look = spec.shape, spec.stride, spec.dtype

@@ -129,7 +129,7 @@ class Facts:
         self._blocks = self._find_blocks()
 
     def spec(self, name: str) -> TensorSpec | None:
-        """The spec of a value; of a tuple, that of its first part in use. None: it has none."""
+        """The spec of a value. For a tuple: the spec of its first part in use. None: it has none."""
         spec = self.trace.node(name).spec
         return spec if spec is not None else next(iter(self._parts.get(name, ())), None)
 
@@ -274,7 +274,7 @@ class Carried:
 
 
 def dimension_groups(source: Shape, target: Shape) -> tuple[Group, ...]:
-    """The groups of dimensions, those of size 1 left out; empty if the shapes hold no elements."""
+    """The groups of dimensions, without dimensions of size 1; empty if the shapes hold no elements."""
     if 0 in source or math.prod(source) != math.prod(target):
         return ()
     groups: list[Group] = []

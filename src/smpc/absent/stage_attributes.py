@@ -50,7 +50,7 @@ class AttributeWatch:
         self._names = tuple(dict.fromkeys(name for name, _ in self._before))
 
     def changed(self) -> list[Attribute]:
-        """Those in whose place there is something else now."""
+        """The attributes in whose place there is something else now."""
         found = []
         for attribute, before in self._before.items():
             name, key = attribute

@@ -3,10 +3,10 @@
     wires = measure_wires(ranks)     None for one rank
     measure_host(ranks)              between a device and its host's memory, whatever the ranks are
 
-A message is timed through the transport that steps use (`smpc.executor.measure.link_measurement`), a collective of replicas as torch has
-it, with the copies into and out of the buffers that it goes through, in several sizes, and those between operations as
-`smpc.executor.collectives` has them, forward and backward. All of them are timed where they are: what a row of products takes longer with
-a collective after each. There each rank waits until the other is done with its product as well, and none of what the other has written
+A message is timed through the transport that steps use (`smpc.executor.measure.link_measurement`). A collective of replicas is timed as
+torch has it, with the copies into and out of the buffers that it goes through, in several sizes; collectives between operations, as
+`smpc.executor.collectives` has them, forward and backward. All of them are timed where they are: by how much longer a row of products takes
+with a collective after each. There each rank waits until the other is done with its product as well, and none of what the other has written
 is in a cache. A row is as long as a step's: the fastest of shorter ones has fewer late wake-ups of threads than any step.
 """
 
@@ -50,7 +50,7 @@ class Wires:
 
 
 def measure_wires(ranks: CalibrationRanks) -> Wires:
-    """Of all ranks; the same on each."""
+    """The wires between all ranks; the same result on each."""
     inside = between = None
     collectives: dict[str, Curve] = {}
     if ranks.per_host > 1:
@@ -84,7 +84,7 @@ def _measured_wire(ranks: CalibrationRanks, pair: list[int]) -> Wire | None:
 
 
 def _collectives_on_wires(ranks: CalibrationRanks) -> dict[str, Curve]:
-    """Of the ranks of the first host; those of others do the same at once."""
+    """Among the ranks of the first host; the ranks of other hosts do the same at once."""
     groups = [
         dist.new_group(list(range(first, first + ranks.per_host)), timeout=_TIMEOUT)
         for first in range(0, ranks.size, ranks.per_host)
@@ -143,7 +143,7 @@ def _collective_calls(group: dist.ProcessGroup) -> Iterator[tuple[str, Callable[
 
 
 def _seconds_on_wire(call: Callable[[], object], ranks: CalibrationRanks) -> float:
-    """Of one call, until all ranks are done: near the least of some."""
+    """Seconds of one call, until all ranks are done: near the least of several."""
     times = []
     for _ in range(_ROUNDS):
         ranks.together()
@@ -180,7 +180,7 @@ def measure_host(ranks: CalibrationRanks) -> Wire:
 
 
 def _copy_seconds(ranks: CalibrationRanks, elements: int) -> float:
-    """Of one copy, the device done."""
+    """Seconds of one copy, until the device is done."""
     here = torch.zeros(elements, device=ranks.device)
     ranks.together()
     if ranks.device.type == "cpu":

@@ -109,7 +109,7 @@ def _mean_measure_of_ranks(ranks: CalibrationRanks, value: float) -> float:
 
 
 def _peak_flops(ranks: CalibrationRanks, base: torch.dtype, peak: float) -> dict[str, float]:
-    """FLOP/s by dtype: the peak in that of the probes, and others by a product in both."""
+    """FLOP/s by dtype: the peak in the probes' dtype; others by the time of one product in both dtypes."""
     dtypes = dict.fromkeys((base, torch.float32, torch.bfloat16, torch.float16, torch.float64))
     times = {str(dtype).removeprefix("torch."): _product_seconds(ranks, dtype) for dtype in dtypes}
     own = times[str(base).removeprefix("torch.")]
@@ -117,19 +117,19 @@ def _peak_flops(ranks: CalibrationRanks, base: torch.dtype, peak: float) -> dict
 
 
 def _launch_seconds(ranks: CalibrationRanks) -> float:
-    """Of an operation on next to nothing."""
+    """Seconds of an operation on next to nothing."""
     tensor = torch.zeros(8, device=ranks.device)
     return _mean_measure_of_ranks(ranks, repeated(lambda: tensor.add(1), ranks))
 
 
 def _view_seconds(ranks: CalibrationRanks) -> float:
-    """Of a view that autograd keeps book of."""
+    """Seconds of a view that autograd records."""
     tensor = torch.zeros(8, 8, device=ranks.device, requires_grad=True)
     return _mean_measure_of_ranks(ranks, repeated(lambda: tensor.view(64), ranks))
 
 
 def _product_seconds(ranks: CalibrationRanks, dtype: torch.dtype) -> float:
-    """Of a product of two squares."""
+    """Seconds of a product of two square matrices."""
     side = _SIDE if ranks.device.type == "cpu" else 8 * _SIDE
     a, b = (torch.ones(side, side, device=ranks.device, dtype=dtype) for _ in range(2))
     ranks.together()

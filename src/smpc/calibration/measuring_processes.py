@@ -1,4 +1,4 @@
-"""The processes that measure at once: one alone, or those of a job on one or several hosts."""
+"""The processes that measure at once: one alone, or all processes of a job on one or several hosts."""
 
 from __future__ import annotations
 

@@ -170,7 +170,7 @@ _Item = TypeVar("_Item")
 
 
 def _steady_operations(items: Sequence[_Item], times: Sequence[float]) -> list[_Item]:
-    """Those that nothing has interrupted: whose times are near the least."""
+    """The items that nothing has interrupted: their times are near the least."""
     least = min(times)
     return [item for item, seconds in zip(items, times, strict=True) if seconds <= _STEADY * least]
 

@@ -3,19 +3,19 @@
     found = measure_programs(ranks, dtype, seconds=6, wires=measure_wires(ranks))
 
     action      of one rank: a program of one stage beside the same model by itself, eight microbatches against one. Of several: a training
-                script with two stages on each rank, beside their parts of the same model by itself. It has what messages take from the
-                processors, and what ranks wait because another was late
-    step        of one rank: what a program of one microbatch takes longer than the model by itself, less its actions. Of several: a
-                training script's step on as many stages, less messages between them as well. It has what ranks tell each other at its
-                start and at its end
+                script with two stages on each rank, beside their parts of the same model by itself. It includes the processor time of
+                messages, and the time that ranks wait because another was late
+    step        of one rank: how much longer a program of one microbatch takes than the model by itself, less its actions. Of several: a
+                training script's step on as many stages, less messages between them as well. It includes what ranks tell each other at its
+                start and end
     unit        of torch's fully_shard, by the bytes of a block: blocks in parts on the ranks, beside the same blocks whole; none for one
                 rank. They are called as a transformer's are
     unit_step   the same, once in a step, less its gather and its sum
-    deferred    forward and backward of the probes with the gradients of parameters computed later, beside those of an ordinary
+    deferred    forward and backward of the probes with the gradients of parameters computed later, beside the probes with an ordinary
                 backward; by the FLOPs of a call, of products and of convolutions
 
-Blocks are as large as those of a model: they drive out of the caches what the runtime needs, and ranks wait long for each other. Around
-blocks that stay in the caches hooks and actions take a third of the time, and a script's step three fifths.
+Blocks are as large as a model's: they drive out of the caches what the runtime needs, and ranks wait long for each other. Around blocks
+that stay in the caches hooks and actions take a third of the time, and a script's step three fifths.
 
 All of it is time of the processor that launches operations, or of waiting for other ranks' processors. On a GPU it passes while earlier
 kernels are at work: nothing is measured.
@@ -138,7 +138,7 @@ class _Units(nn.Module):
 
 
 def _program_seconds_of_executor(ranks: CalibrationRanks) -> tuple[float, float]:
-    """Of an action, and of a step."""
+    """Seconds of an action, and of a step."""
     blocks, rows = _Blocks(), torch.ones(_ROWS, _WIDTH)
     added = _added_by_stage(ranks, blocks, rows, _MANY) - _added_by_stage(ranks, blocks, rows, 1)
     action = max(0.0, added / (2 * (_MANY - 1)))
@@ -155,7 +155,7 @@ def _script_step(model: smp.DistributedModel, rows: Tensor) -> Tensor:
 
 
 def _program_seconds_of_action(ranks: CalibrationRanks) -> float:
-    """Of an action of a training script whose ranks wait for each other: each has several stages, of a block each."""
+    """Seconds of an action of a training script whose ranks wait for each other: each has several stages, of a block each."""
     settings = {"schedule": "interleaved-1f1b", "virtual_pipeline_degree": _STAGES}
     few, many = (
         _program_beside_model(ranks, _Blocks(_STAGES * ranks.size), count * ranks.size, settings)
@@ -167,7 +167,7 @@ def _program_seconds_of_action(ranks: CalibrationRanks) -> float:
 
 
 def _program_seconds_of_script(ranks: CalibrationRanks, action: float, wires: Wires) -> float:
-    """Of a training script's step, of one microbatch through all ranks."""
+    """Seconds of a training script's step, of one microbatch through all ranks."""
     step, whole = _program_beside_model(ranks, _Blocks(), 1, {})
     wire = wires.between if wires.between is not None else wires.inside
     assert wire is not None, "there are several ranks"
@@ -259,7 +259,7 @@ def _program_difference(
 
 
 def _program_seconds_of_units(ranks: CalibrationRanks, wires: Wires) -> tuple[Curve, Curve]:
-    """Of a unit in parts, by its bytes: in a microbatch, and once in a step."""
+    """Seconds of a unit in parts, by its bytes: in a microbatch, and once in a step."""
     group = [
         dist.new_group(list(range(first, first + ranks.per_host))) for first in range(0, ranks.size, ranks.per_host)
     ][ranks.rank // ranks.per_host]
@@ -271,7 +271,7 @@ def _program_seconds_of_units(ranks: CalibrationRanks, wires: Wires) -> tuple[Cu
 def _program_seconds_of_unit(
     ranks: CalibrationRanks, wires: Wires, mesh: DeviceMesh, width: int
 ) -> tuple[float, float, float]:
-    """Of one of a size: its bytes, and seconds in a microbatch and once in a step, by the clock: with what ranks wait for each other."""
+    """A unit of one size: its bytes, and seconds in a microbatch and once in a step, by the clock: waiting for other ranks included."""
     whole, divided = _Units(width), _Units(width)
     units = [Unit(name, keep=Keep.STEP) for name in find_units(divided)]
     sharded = shard(divided, units, mesh, ShardingOptions(), in_step=False)
@@ -303,7 +303,7 @@ def _program_seconds_of_unit(
 
 
 def _program_seconds_of_deferred(ranks: CalibrationRanks, dtype: torch.dtype, seconds: float) -> dict[str, Curve]:
-    """Of a call, by name and FLOPs."""
+    """Seconds of a call, by name and FLOPs."""
     found: dict[str, list[tuple[float, float]]] = {}
     skipped: set[str] = set()
     for probe in probes(dtype, ranks.device):

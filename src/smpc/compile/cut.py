@@ -192,7 +192,7 @@ class Cut:
             return self._balanced(error, prove)
 
     def _ordered_within_limit(self, memory_weight: float, prove: bool) -> Plan | None:
-        """Of `list`, the cut without a limit, if the order of its actions keeps the limit: stages of a rank are not fullest at once."""
+        """For `list`: the cut without a limit, if the order of its actions keeps the limit: stages of a rank are not fullest at once."""
         if self.choice.name != "list" or self._models or self.options.limit_bytes is None:
             return None
         free = self._weighted(memory_weight, None, prove)
@@ -328,7 +328,7 @@ def _within(plan: Plan, limit: int) -> Plan:
 
 
 def _host_link(devices: Sequence[Device]) -> HostLink:
-    """That of the ranks' devices; of several kinds, the slowest."""
+    """The link between the ranks' devices and their hosts; of several kinds, the slowest."""
     overlaps = all(device.transport != "gloo" for device in devices)
     return HostLink(
         min(device.host.rate for device in devices), max(device.host.latency for device in devices), overlaps

@@ -63,9 +63,9 @@ def find_sharing_plan(model: nn.Module, plan: str | Mapping[str, str]) -> StyleP
 
 
 def divided_by_expert(model: nn.Module, sliced: Collection[str] = ()) -> tuple[tuple[str, tuple[str, ...]], ...]:
-    """The modules of whose experts tensor-parallel ranks may have some each, but those of which they have slices.
+    """The modules of whose experts tensor-parallel ranks may have some each, without `sliced`, of which they have slices.
 
-    With the attributes that count experts. Those that expert-parallel ranks divide already are among them.
+    With the attributes that count experts. Modules that expert-parallel ranks divide already are among them.
     """
     found, confirmations = divided_parts(model), Confirmations()
     for one in find_experts(model):
@@ -77,6 +77,6 @@ def divided_by_expert(model: nn.Module, sliced: Collection[str] = ()) -> tuple[t
 
 
 def divided_parts(model: nn.Module) -> dict[str, tuple[str, ...]]:
-    """Of the modules that hold some of the experts those of which tensor-parallel ranks may have some each; what counts experts in them."""
+    """Modules with some of the experts, of which tensor-parallel ranks may have some each; with the attributes that count experts."""
     parts = {name: vars(module)[PARTS] for name, module in model.named_modules() if PARTS in vars(module)}
     return {name: part.counts for name, part in parts.items() if part.may_share}

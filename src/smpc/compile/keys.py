@@ -1,6 +1,6 @@
 """The planner's options that no script sets: what times and memory are predicted for, and how a compilation goes about it.
 
-`smpc.compile.options.PipelineOptions` inherits them, beside those of `smpc.config.planner`. Nothing here imports torch, so that
+`smpc.compile.options.PipelineOptions` inherits them, beside the options of `smpc.config.planner`. Nothing here imports torch, so that
 `smpc compile --help` and wrong usage answer at once.
 """
 

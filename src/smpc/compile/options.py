@@ -173,7 +173,7 @@ class PipelineOptions(CompilationKeys):
         return times_with_collectives(trace, sharded.collectives, self.cost_model, group, device)
 
     def context_times(self, trace: Trace, context: ContextTrace) -> NodeTimes:
-        """Predicted times of a context-parallel rank, whose groups are as far apart as those of the tensor-parallel ranks among them."""
+        """Predicted times of a context-parallel rank, in groups of ranks that are as far apart as `context_group` says."""
         return times_with_collectives(
             trace, collectives_of(context, trace), self.cost_model, self.context_group, self.devices[0]
         )
@@ -251,7 +251,7 @@ def asked_of(function: str, given: Mapping[str, Any]) -> PipelineOptions:
 
 
 def takes_options(function: F) -> F:
-    """Gives a function, whose `**options` are those of `PipelineOptions`, a signature that lists them, and says what they mean."""
+    """Gives a function with the fields of `PipelineOptions` as `**options` a signature that lists them, and says what they mean."""
     kinds = inspect.Parameter
     shown = inspect.signature(function)
     own = [parameter for parameter in shown.parameters.values() if parameter.kind is not kinds.VAR_KEYWORD]

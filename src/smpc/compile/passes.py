@@ -7,8 +7,8 @@
     plan_trace       predict times, cut, connect, schedule, simulate                        Planned
     write_programs   split; lower, offload and verify, for training and for evaluation      Compilation
 
-Whoever has part of the way behind it enters further down: ranks that have agreed on a recording with `rewrite_trace`, one that was sent a
-plan with `compile_plan`. A pass is a function of values that are never changed; each says itself what it needs.
+A caller that has the result of some passes starts further down: ranks that have agreed on a recording with `rewrite_trace`, a rank that was
+sent a plan with `compile_plan`. A pass is a function of values that are never changed; each says itself what it needs.
 """
 
 from __future__ import annotations
@@ -327,7 +327,7 @@ def compile_plan(trace: Trace, plan: Plan) -> Compilation:
 
 
 def _name_outputs(trace: Trace, sharing: Sharing | ContextSharing) -> Trace:
-    """With the outputs that are asked for alone."""
+    """The trace with the outputs that are asked for alone."""
     if sharing.outputs is None:
         return trace
     try:
@@ -347,12 +347,12 @@ def _prove_rings(shared: ContextTrace) -> None:
 
 @functools.lru_cache
 def _prove_ring(num_ranks: int, causal: bool, mirrored: bool) -> None:
-    """Once in a process: a search goes through the same rings again, and those of 64 ranks take half a second."""
+    """Once in a process: a search goes through the same rings again, and the rings of 64 ranks take half a second."""
     prove_ring(num_ranks, causal=causal, mirrored=mirrored)
 
 
 def _use_kernels(trace: Trace, options: PipelineOptions, on_gpu: bool | None) -> Rewritten:
-    """With the ops that `options.kernels` asks for, as far as the model computes what they do."""
+    """The trace with the ops that `options.kernels` asks for, as far as the model computes what they do."""
     if on_gpu is None:
         on_gpu = all(device.transport != "gloo" for device in options.devices)
     if not wanted(options.kernels, on_gpu=on_gpu):

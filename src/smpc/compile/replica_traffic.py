@@ -1,4 +1,4 @@
-"""What ranks with the same parameters tell each other in a step, where parameters are in parts on them: how often, and what it takes.
+"""What ranks with the same parameters exchange in a step, where parameters are in parts on them: how often, and how long it takes.
 
 Where a program runs, a stage has one gather in its first forward, and one sum in its last backward; nothing else goes on meanwhile, on
 any device: the stage begins with what it has gathered, and hands on its gradients when they are summed. Experts that ranks divide have
@@ -13,8 +13,8 @@ Without a program each unit (`smpc.partitioner.memory.sharded_blocks`) has its o
     microbatch    a gather in each forward, a sum in each backward
     never         the same, and a gather in each backward
 
-Over gloo a rank does nothing else meanwhile. Else a unit's gather goes on while the unit before it works, and its sum while the unit in
-front of it does, so that only what takes longer than that counts, and the ends: the first gathers, the last sums. Ranks also tell each
+Over gloo a rank does nothing else meanwhile. Otherwise a unit's gather goes on while the unit before it works, and its sum while the unit
+in front of it does, so that only what takes longer than that counts, and the ends: the first gathers, the last sums. Ranks also tell each
 other which blocks they call (`smpc.sharding.same_blocks`), in a few bytes.
 
 `StepSurroundings` are the groups of a pipeline's ranks, `with_exchanges` a plan whose stages have these seconds.
@@ -74,7 +74,7 @@ class Holders:
 class StepSurroundings:
     """What a pipeline's ranks are in: the devices of its ranks, the groups that share operations, and replicas.
 
-    `replicas` have the same parameters; those of a group of `context` share sequences. `parts` and `copies`: see `Holders`.
+    `replicas` have the same parameters; the ranks of a `context` group share sequences. `parts` and `copies`: see `Holders`.
     """
 
     devices: tuple[Device, ...]
@@ -222,7 +222,7 @@ _Timed = tuple[ExchangedUnit, float, float]
 
 
 def _exposed_forward(live: Sequence[_Timed], forward: float) -> float:
-    """Of the gathers of a microbatch's forward, what takes longer than the unit before."""
+    """The part of the gathers of a microbatch's forward that takes longer than the unit before."""
     found, before = 0.0, 0.0
     for unit, gather, _ in sorted(live, key=lambda item: item[0].first):
         found += max(0.0, gather - (unit.first - before) * forward)

@@ -58,7 +58,7 @@ class Traced:
         return found if self.apart is None else found | self.apart[0]
 
     def has_program(self, num_stages: int) -> bool:
-        """Whether a program runs, and not the model as it is: a pipeline's, or that of ranks which share operations or sequences."""
+        """Whether a program runs, and not the model as it is: for a pipeline, or for ranks that share operations or sequences."""
         return self.sends_batch or self.sharded is not None or self.context is not None or num_stages > 1
 
 

@@ -8,22 +8,22 @@
     bubble      a rank waits for others: for the pipeline to fill and drain, for messages, for slower stages
     waiting     all wait for the slowest of so many devices
     tensor      collectives of tensor-parallel ranks, forward and backward
-    data        of the sum of gradients, and of gathering parameters, what no computation hides
+    data        the part of summing gradients and gathering parameters that no computation hides
     context     collectives over parts of a sequence
     expert      collectives that bring tokens to experts
-    offload     of the copies to the host and back, what makes the step longer (`smpc.codegen.offload`)
+    offload     the part of the copies to the host and back that makes the step longer (`smpc.codegen.offload`)
     optimizer   reads and writes parameters, gradients and state once
     executor    what the runtime does beside operations and messages, of devices that say how long that takes: for each action, for calls
                 whose backward is in two parts, for each step, and for units in parts where the model runs as it is
 
 Gradients of a stage are summed in buckets from its last backward on, one stage of a rank after the other, and that ends no sooner than
-one bucket after the backward that made the last gradient. Those of experts that ranks divide are summed when all else is done, over the
+one bucket after the backward that made the last gradient. Gradients of experts that ranks divide are summed when all else is done, over the
 ranks that have the same ones. Replicas that share the optimizer's state gather the new parameters when it is done; what replicas that share
 parameters gather and sum is in the timeline (`smpc.compile.replica_traffic`). How long a collective takes:
 `smpc.partitioner.costs.collective_times`.
 
-`useful` are the seconds in which the FLOPs of forward and backward, each once, take at the peaks of their dtypes, so useful / total is the
-MFU. A causal attention counts with half of its products.
+`useful` is the seconds that the FLOPs of forward and backward, each once, take at the peaks of their dtypes, so useful / total is the MFU.
+A causal attention counts with half of its products.
 """
 
 from __future__ import annotations
@@ -189,14 +189,14 @@ class _Share:
 
 @dataclass(frozen=True, slots=True)
 class _Shares:
-    """Of a stage: of experts that ranks divide, and of all else."""
+    """The shares of a stage: of experts that ranks divide, and of all else."""
 
     experts: _Share
     others: _Share
 
 
 def _shares_of_stages(plan: Plan, traced: Traced) -> dict[int, _Shares]:
-    """By stage. Gradients are those of the plan, in which they may be wider than parameters."""
+    """The shares by stage. Sizes of gradients are the plan's, as they may be wider than parameters."""
     held, names = parameters_of_stages(plan, traced.trace), traced.experts
     found = {}
     for stage in plan.stages:

@@ -286,5 +286,5 @@ def _by_progress(paths: Sequence[str]) -> tuple[list[tuple[int, str]], list[str]
 
 
 def _normal(path: str) -> str:
-    """A path by which those of one place are compared."""
+    """The form of a path that is equal for all paths of one place."""
     return path if is_url(path) else os.path.abspath(path)

@@ -227,7 +227,7 @@ def write_checks(path: str) -> None:
 
 
 def announce_checks(path: str, draft: str) -> None:
-    """Before a draft is renamed to the path: write down its checks beside those of what is there, which stay valid until then."""
+    """Before a draft is renamed to the path: write down its checks beside the checks of what is there, which stay valid until then."""
     sums = _sums_of_stored_files(draft)
     _write_checks(
         path, sums if os.path.isdir(draft) else {os.path.basename(path): next(iter(sums.values()))}, suffix=_NEXT

@@ -14,9 +14,9 @@ What must hold for a module M of E experts, with hidden states h, experts i and 
 The last two must hold for every expert that is a module of its own, and it may change no buffer. Hidden states of shape [2, 3, H] need
 not be taken, as ranks pass rows.
 
-Which attributes these are is found by trying: none, then those of value E with `expert` in their name, then all of value E. The numbers
-of experts are small in these runs, and large experts share memory: each has the values of the one before, moved on a little, or all have
-those of one of them. A module that takes no such tensors (`view`) gets tensors of its own.
+The attributes that count experts are found by trying: none, then attributes of value E with `expert` in their name, then all of value E.
+The numbers of experts are small in these runs, and large experts share memory: each has the values of the one before, moved on a little, or
+all have the values of one of them. A module that takes no such tensors (`view`) gets tensors of its own.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def confirm(found: Found) -> Confirmed | Listed | str:
 
 
 class Confirmations:
-    """`confirm` for the experts of one model: those of most layers are made alike, and tried once."""
+    """`confirm` for the experts of one model: experts of most layers are made alike, and tried once."""
 
     def __init__(self) -> None:
         self._known: list[tuple[object, Confirmed | str]] = []
@@ -127,7 +127,7 @@ def _confirmed_stacked(experts: Stacked) -> Confirmed | str:
 
 
 def _telling_reason(reasons: list[str]) -> str:
-    """Of the reasons for each width that was tried the one that tells most."""
+    """The reason that tells most, out of the reasons for each width that was tried."""
     return next((reason for reason in reasons if "returned" in reason), reasons[-1])
 
 
@@ -235,7 +235,7 @@ def _returns_tokens(module: nn.Module, number: int, tokens: Tensor) -> bool:
 
 @contextmanager
 def _unwritten_is_nan() -> Iterator[None]:
-    """Memory that nobody has written is NaN. It may have been that of a copy of the tokens, and hold them still."""
+    """Memory that nobody has written is NaN. It may have held a copy of the tokens before, and hold it still."""
     mode, fills = torch.get_deterministic_debug_mode(), torch.utils.deterministic.fill_uninitialized_memory  # type: ignore[attr-defined]
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -387,7 +387,7 @@ def _copied_member(member: nn.Module) -> nn.Module:
 
 
 def _copied_buffer(buffer: Tensor) -> Tensor:
-    """On the CPU, in fp32; without values, others than zero: these would hide what they multiply."""
+    """The buffer on the CPU, in fp32; where it has no values, filled with others than zero: zeros would hide what they multiply."""
     dtype = torch.float32 if buffer.is_floating_point() else buffer.dtype
     if buffer.is_meta:
         return torch.full(buffer.shape, 0.5 if buffer.is_floating_point() else 0, dtype=dtype)

@@ -6,7 +6,7 @@ Terms
     row         what an expert gets: a copy of a token. Rows are grouped by expert, and within an expert by the rank that they came from,
                 then by slot
     way         all_to_all: ranks tell each other how many rows they send, then send them (one wait of the host for the device a layer);
-                all_gather: every rank gets all tokens and takes those of its own experts, for small groups
+                all_gather: every rank gets all tokens and takes the tokens of its own experts, for small groups
     capacity    how many rows an expert takes from each rank; what is beyond, in the order of slots, is dropped. None: all are taken
                 (dropless). With a capacity, every rank sends `capacity` rows for every expert, padded with zeros, and no counts
 
@@ -16,8 +16,8 @@ Terms
 `combine` multiplies by the weights where the token came from, and sums over the slots by a view and a sum: repeatable, and the same for
 any number of ranks, in every bit, if the experts compute each row alike.
 
-A rank without tokens takes part and stays connected: its backward runs the same collectives as that of the others. The gradients of
-experts sum over the tokens of ALL ranks: see `smpc.expert_parallel` for their scale.
+A rank without tokens takes part and stays connected: its backward runs the same collectives as on the other ranks. The gradients of experts
+sum over the tokens of ALL ranks: see `smpc.expert_parallel` for their scale.
 """
 
 from __future__ import annotations
@@ -172,7 +172,7 @@ def _told_counts(starts: Tensor, hidden: Tensor, group: TensorGroup) -> tuple[in
 
 
 def _like_others(hidden: Tensor, matrix: list[list[int]], num_tokens: int) -> Tensor:
-    """The hidden states; if there are none, with the width and dtype that those of other ranks have."""
+    """The hidden states; if there are none, with the width and dtype of hidden states on other ranks."""
     kinds = {(row[-2], row[-1]) for row in matrix if any(row[:-2])}
     if len(kinds) > 1:
         found = "; ".join(f"rank {rank}: {row[-2]} of {_DTYPES[row[-1]]}" for rank, row in enumerate(matrix))

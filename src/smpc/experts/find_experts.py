@@ -30,7 +30,7 @@ _REGISTERED = "_smpc_experts"
 
 @dataclass(frozen=True, slots=True)
 class Stacked:
-    """One module with all experts. `parameters`: the names, in it, of those whose first dimension is that of the experts."""
+    """One module with all experts. `parameters`: names, in it, of the parameters whose first dimension counts the experts."""
 
     name: str
     module: nn.Module
@@ -66,8 +66,8 @@ Found = Stacked | Listed
 def shared_and_trained(found: Stacked) -> str | None:
     """Why experts cannot be cut where gradients are averages over ranks: trained parameters that all of them share.
 
-    The gradient of an expert is divided by the ranks that send it tokens. That of a shared parameter is a sum over all ranks, and would be
-    divided once more.
+    The gradient of an expert is divided by the ranks that send it tokens. The gradient of a shared parameter is a sum over all ranks, and
+    would be divided once more.
     """
     names = [
         name for name, each in found.module.named_parameters() if each.requires_grad and name not in found.parameters

@@ -11,15 +11,16 @@ drawn again from the same state, buffers get their values back, inputs are copie
 second run alone. UsageError if the runs pass different rows: then what one expert gets depends on what another returned, and these are no
 experts. An expert must treat every row alike, whatever the others are, and take nothing but rows: `smpc.experts.confirm_cut` tries it.
 
-The modules of the experts stay where they are. Those of other ranks have no parameters: under their names are tensors on the meta device.
-Whoever `keeps` their parameters leaves nothing in them (no rows), and they stay the objects that optimizers know.
+The modules of the experts stay where they are. Modules of other ranks' experts have no parameters: under their names are tensors on the
+meta device. Whoever `keeps` their parameters leaves nothing in them (no rows), and they stay the objects that optimizers know.
 
 A recorder calls a block whole, and runs copies of it on invented values. These send nothing: one of this rank's experts serves the rows of
-all, so that shapes are right, and costs those of experts chosen evenly.
+all, so that shapes are right, and costs are as for experts chosen evenly.
 
 Where parameters are `in_parts` on ranks that hold the same experts, these are served inside of a call of their container, whose hooks
-gather them. All of them are then called whenever gradients are wanted, those without rows on one that is nobody's, as all ranks average the
-same gradients. Which experts have gradients in one process is said by what this rank's blocks have called, where a backward comes to it.
+gather them. All of them are then called whenever gradients are wanted, as all ranks average the same gradients: an expert without rows gets
+a row that belongs to no token. Which experts have gradients in one process is said by what this rank's blocks have called, where a backward
+comes to it.
 """
 
 from __future__ import annotations
@@ -335,10 +336,10 @@ def own_forward(member: nn.Module, rows: Tensor) -> Any:
 def spread_out(
     found: Listed, group: TensorGroup, options: Options, *, keeps: bool = False, in_parts: bool = False
 ) -> ListedBlock:
-    """Leaves this rank its experts, in place. Their parameters stay the same objects; those of the others are dropped.
+    """Leaves this rank its experts, in place. Their parameters stay the same objects; the other experts' parameters are dropped.
 
-    `keeps`: they are not; the caller has left nothing in them, or will before the block is called. `in_parts`: what stays will be in
-    parts on the ranks that hold the same.
+    `keeps`: they are not dropped; the caller has left nothing in them, or will before the block is called. `in_parts`: what stays will be
+    in parts on the ranks that hold the same.
     """
     members = found.members
     inside = {id(module) for member in members for module in member.modules()}

@@ -141,7 +141,7 @@ class _Looking(TorchFunctionMode):
 
 
 def _places_of(prefix: str, module: nn.Module) -> Iterator[_Place]:
-    """Where the tensors of experts are: parameters, and what stands for those of other ranks."""
+    """Where the tensors of experts are: parameters, and what stands for other ranks' parameters."""
     for name, part in module.named_modules():
         absent = [key for key, value in vars(part).items() if isinstance(value, Tensor) and value.is_meta]
         for key in (*part._parameters, *absent):
@@ -178,6 +178,6 @@ def _tensors(values: Any) -> Iterator[Tensor]:
 
 
 def _name_of(func: Any) -> str:
-    """Of a function, or of the attribute that it gets."""
+    """The name of a function, or of the attribute that it gets."""
     name = str(getattr(func, "__name__", func))
     return str(getattr(func.__self__, "__name__", name)) if name in ("__get__", "__set__") else name

@@ -1,13 +1,13 @@
 """What a module keeps of the rows that it is called with: a count of tokens, the last result, a running average.
 
-A rank's experts get other rows than in one process, those of all ranks for some of the experts. So what they keep of them is something
-else, and so is what a router, a loss or a checkpoint makes of it.
+A rank's experts get other rows than in one process: the rows of all ranks, for some of the experts. So what they keep of the rows differs,
+and so does what a router, a loss or a checkpoint makes of it.
 
     load = [3, 5, 2, 6]        in one process
     load = [7, 9]              on rank 0 of 2, of the tokens of both
 
 A copy of the module is run on two inputs; an attribute or buffer that has changed, and is not the same after both, is kept of the rows.
-A number of calls is not: it is the same.
+A number of calls is not kept of the rows: it is the same after both.
 """
 
 from __future__ import annotations

@@ -34,7 +34,7 @@ from smpc.errors import ConfigError
 
 
 def top_k(logits: Tensor, k: int, *, over_chosen: bool = True) -> tuple[Tensor, Tensor]:
-    """The k largest. `over_chosen`: their weights sum to 1; else they are those of the softmax over all experts."""
+    """The k largest. `over_chosen`: their weights sum to 1; else they are taken from the softmax over all experts."""
     _check_logits(logits, k)
     values, index = logits.topk(k, dim=-1)
     return index, values.softmax(-1) if over_chosen else logits.softmax(-1).gather(-1, index)
@@ -122,7 +122,7 @@ def join_loss(tensor: Tensor, loss: Tensor, scale: float = 1.0) -> Tensor:
 
 @contextlib.contextmanager
 def joined_losses_scaled(factor: float) -> Iterator[None]:
-    """In this context the backwards of joined losses multiply their gradients by `factor`, as others do to those of the final loss."""
+    """In this context the backwards of joined losses multiply their gradients by `factor`, as other code does for the final loss."""
     outer, _Join.factor = _Join.factor, factor
     try:
         yield

@@ -3,8 +3,8 @@
 `shuffle` permutes tokens over all ranks.
 
 Ranks that hold neighbouring text send the same experts their tokens; after a shuffle every rank has a sample of all of it. The permutation
-is drawn from a seed that all ranks share, over the global number of a token: that of its rank first, then its own. Every rank gets back as
-many tokens as it had, so numbers may differ between ranks.
+is drawn from a seed that all ranks share, over the global numbers of tokens, which count by rank first, then on the rank. Every rank gets
+back as many tokens as it had, so numbers may differ between ranks.
 
     mixed, ticket = shuffle(tokens, seed, group)
     result = unshuffle(layer(mixed), ticket, group)

@@ -5,8 +5,8 @@ Terms
     forward_hook   arguments of the module's forward to (args, kwargs) of the distributed one's
     return_hook    what the distributed module returns to what the module returns
     state_hook     the module's state dict to the whole values of the distributed module's parameters
-    arguments      what a module was constructed with. Registering a class makes its instances remember them; those of known classes are
-                   read from their attributes
+    arguments      what a module was constructed with. Registering a class makes its instances remember them; for known classes they are
+                   read from attributes
 """
 
 from __future__ import annotations

@@ -235,7 +235,8 @@ def small_copy(optimizer: Optimizer, dtype: torch.dtype, device: torch.device) -
 
 
 def _copy_of(optimizer: Optimizer, memo: dict[int, Any]) -> Optimizer:
-    """A copy without state and hooks, and without those of optimizers in it. `memo`: by identity, what it has in the place of something."""
+    """A copy of an optimizer, and of optimizers in it, without state and hooks. `memo`: by identity, what the copy has in the place of an
+    object."""
     trial = object.__new__(type(optimizer))
     memo[id(optimizer)] = trial
     for each in (optimizer, *(value for value in vars(optimizer).values() if isinstance(value, Optimizer))):

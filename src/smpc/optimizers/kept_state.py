@@ -4,8 +4,8 @@
     planned(torch.optim.AdamW(parameters), "adam")                  what was assumed
 
 A copy of an optimizer of torch.optim steps on a few small parameters on the CPU. Tensors of a parameter's size in its state are counted,
-and what a step makes and drops beside them. What was assumed is all that is known of an optimizer of any other class, whose step may do
-more than it says, of one whose copy cannot step, and of one that keeps larger tensors, such as LBFGS.
+and what a step makes and drops beside them. What was assumed stays for an optimizer of any other class, whose step may do more than it
+says, for one whose copy cannot step, and for one that keeps larger tensors, such as LBFGS.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def planned(optimizer: torch.optim.Optimizer, assumed: str) -> Optimizer:
 
 
 def _tried(optimizer: torch.optim.Optimizer) -> tuple[int, int, int] | None:
-    """For a parameter: tensors in its dtype that the optimizer keeps, those of bytes, and those that a step makes and drops."""
+    """How many tensors for a parameter: kept in its dtype, kept in bytes, and made and dropped by a step."""
     trial, tried = small_copy(optimizer, torch.float32, _CPU)
 
     def closure() -> Tensor:

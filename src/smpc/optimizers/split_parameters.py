@@ -59,7 +59,7 @@ def note_split(model: nn.Module, names: Collection[str], group: dist.ProcessGrou
 
 
 def groups_of(tensors: Sequence[Tensor]) -> dict[int, tuple[dist.ProcessGroup, ...]]:
-    """By id, of those parameters among `tensors` that are parts: the groups that have the others.
+    """By id of the parameters among `tensors` that are parts: the groups that have the other parts.
 
     No gradient is looked at: of another model, another thread's backward may be writing it.
     """
@@ -81,7 +81,7 @@ def _parts_in(model: nn.Module) -> list[tuple[nn.Parameter, tuple[dist.ProcessGr
 
 
 def _groups_to_ask(given: Sequence[Tensor]) -> list[tuple[dist.ProcessGroup, ...]]:
-    """Those of all parts of the models that the tensors belong to: a rank may have been given none of its own, without gradients."""
+    """The groups of all parts of the models that the tensors belong to: a rank without gradients may have been given none of its own."""
     ids, found = {id(tensor) for tensor in given}, list[tuple[dist.ProcessGroup, ...]]()
     for model in list(_split):
         if any(id(parameter) in ids for parameter in model.parameters()):

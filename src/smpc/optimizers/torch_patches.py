@@ -173,7 +173,7 @@ def replace_method(owner: type | types.ModuleType, name: str, make: Maker) -> Un
 
 
 def replace_unscaling(groups_of: Callable[[Sequence[Tensor]], Iterable[dist.ProcessGroup | None]]) -> Undo:
-    """Have ranks whose gradients are finite skip the step of `torch.amp.GradScaler` with those of a group whose gradients are not.
+    """Have ranks whose gradients are finite skip the step of `torch.amp.GradScaler` together with ranks of a group whose gradients are not.
 
     `groups_of` the optimizer's parameters: the groups of ranks that hold parts of them (None: all ranks), alike on all of these ranks.
     """

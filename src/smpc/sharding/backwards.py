@@ -9,10 +9,10 @@ of these is done by all of them; who has not come to it takes part with zeros, a
     rank 1 has come to    reduce body     reduce body     the end
     done by both          reduce aux      reduce body     the end
 
-Any order is right, as each rank's gradients are summed once; that of the calls, reversed, has the fewest messages. What was called without
-gradients may be repeated with them in a backward (`checkpoint(use_reentrant=True)`), and of the model's calls only the last is remembered.
-Where a backward may reach others, ranks say at once what they have come to. A rank that has called nothing, and knows no order of calls,
-`follow`s the others.
+Any order is right, as each rank's gradients are summed once; the order of the calls, reversed, has the fewest messages. What was called
+without gradients may be repeated with them in a backward (`checkpoint(use_reentrant=True)`), and of the model's calls only the last is
+remembered. Where a backward may reach others, ranks say at once what they have come to. A rank that has called nothing, and knows no order
+of calls, `follow`s the others.
 """
 
 from __future__ import annotations

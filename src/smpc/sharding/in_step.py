@@ -1,4 +1,4 @@
-"""Ranks that share sharded parameters, and whose batches take other ways through a model: `x = self.heads[task](x)`, a dropped layer.
+"""Ranks that share sharded parameters, and whose batches take different ways through a model: `x = self.heads[task](x)`, a dropped layer.
 
 torch gathers a unit where a rank calls it, and reduces its gradients where a backward comes to it. A rank that goes another way would
 take one unit's message for another's, or wait without end. So ranks tell each other what they come to, and do the first of it together:
@@ -7,10 +7,10 @@ take one unit's message for another's, or wait without end. So ranks tell each o
     rank 1 has come to    gather body     gather head 0    the end     a backward    reduce head 0 ...
     done by all of them   gather body     gather head 0, gather head 1, the end ...  (`smpc.sharding.backwards`, with zeros)
 
-What a rank takes part in without having come to it changes nothing of its own. So gradients are those of one process over all batches: a
+What a rank takes part in without having come to it changes nothing of its own. So gradients are as in one process over all batches: a
 parameter that some rank has used has the average over all, and one that none has used has none. A backward, and an update, are for all
-ranks or for none: else a StepError says which rank has come to what. So it does where ranks wait in what they tell nothing of, such as
-experts that some of them divide, or units with a mesh of their own.
+ranks or for none: else a StepError says which rank has come to what. So it is where ranks wait in something that they do not tell each
+other, such as experts that some of them divide, or units with a mesh of their own.
 
 Messages are a few bytes between CPUs, over a group of their own. On a GPU nobody waits for it, and ranks tell no more than the gathers,
 as a backward begins, and where a forward without gradients ends; these must be the same.

@@ -77,7 +77,7 @@ class OutsideUses:
         self._known.add(kind)
 
     def take_part(self, use: Use) -> None:
-        """On a rank without a batch: in a use of the others. Collective."""
+        """On a rank without a batch: take part in a use of the others. Collective."""
         if not use.name:
             raise no_part_in_what_was_made()
         self.begin()
@@ -162,7 +162,7 @@ class OutsideUses:
         return cast(DTensor, grad).redistribute(placements=placements)
 
     def _without_gradient(self, part: DTensor) -> None:
-        """The reduction of a use's gradient, on a rank whose backward does not reach it: its part is that of the others' sum."""
+        """Reduces a use's gradient where this rank's backward does not reach it: it adds zeros, and gets its part of the others' sum."""
         nothing = torch.zeros(part.shape, dtype=part.dtype, device=part.device)
         torch.autograd.backward([part], [_reduced(nothing, part)], retain_graph=True)
 
@@ -171,7 +171,7 @@ class OutsideUses:
         return ConfigUnsupportedError(f"sharded parameters: {self._name(part) or 'parts of parameters'}: {why}")
 
     def _name(self, part: DTensor) -> str:
-        """Of a parameter; "" for what was made of some."""
+        """The name of a parameter; "" for what was made of some."""
         return next((name for name, own in self._parameters.items() if id(own) == id(part)), "")
 
 

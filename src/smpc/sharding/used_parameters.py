@@ -132,7 +132,7 @@ def _gets_gradient(parameter: Any, reach: Callable[[Node], bool]) -> bool:
 
 
 def has_gradient(parameter: Any) -> bool:
-    """Whether torch's parameter has one that is not reduced yet: in its own dtype, or in that of sums."""
+    """Whether torch's parameter has a gradient that is not reduced yet: in its own dtype, or in the dtype of sums."""
     whole = getattr(parameter, "_unsharded_param", None)
     return parameter.unsharded_accumulated_grad is not None or (whole is not None and whole.grad is not None)
 

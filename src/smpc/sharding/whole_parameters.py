@@ -2,7 +2,7 @@
 
     wholes = WholeParameters([model], groups)
     shard(model, ..., ignored=wholes.all())        every rank has them whole
-    wholes.average()                               after a backward, or several: their gradients are those of the ranks' mean loss
+    wholes.average()                               after a backward, or several: their gradients are now of the ranks' mean loss
 
 Gradients that were averaged before stay what they are, as all ranks have the same. `average_gradients` and `sum_together` do so for any
 parameters that ranks have whole.
@@ -32,7 +32,7 @@ def stays_whole(parameter: Tensor) -> bool:
 
 
 class WholeParameters:
-    """See above. `groups`: over which gradients are averaged, one after the other, as those of a mesh's dimensions. `left`:
+    """See above. `groups`: over which gradients are averaged, one after the other, such as the groups of a mesh's dimensions. `left`:
     parameters that each rank has for itself."""
 
     def __init__(
@@ -51,7 +51,7 @@ class WholeParameters:
         return frozenset(self._parameters)
 
     def begin(self, divisor: int | None = None) -> None:
-        """Before gradients come; they are divided by a number, which by default is that of the ranks."""
+        """Before gradients come; they are divided by `divisor`, by default the number of ranks."""
         self._divisor = divisor
         there = {} if divisor is None else {p: p.grad for p in self._parameters if p.grad is not None}
         self._before = {parameter: grad.detach().clone() for parameter, grad in there.items()}
@@ -94,7 +94,7 @@ def _sum_in_one(grads: Sequence[Tensor], add: Add, divided_by: int) -> None:
 
 
 def _messages(grads: Sequence[Tensor]) -> Iterator[list[Tensor]]:
-    """By their sizes alone, which are the same on all ranks."""
+    """The messages, chosen by the sizes of gradients alone, which are the same on all ranks."""
     small: list[Tensor] = []
     num_bytes = 0
     for grad in grads:

@@ -220,7 +220,7 @@ def output_name(path: str) -> str:
 
 
 def objective(output: Any) -> Tensor:
-    """A number whose backward pass is that of the runs: the sum over the outputs that require grad, each times the gradient it would get.
+    """A number with the backward pass of the runs: the sum over the outputs that require grad, each times the gradient it would get.
 
     Raises ConfigError where there is none.
     """

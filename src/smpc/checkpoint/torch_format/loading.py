@@ -4,7 +4,7 @@
 
 Tensors of another dtype than the saved are filled by casting, as by torch; a warning says how many are, and which (`warn_of_casts`).
 
-Data is verified before it is unpickled, and unpickled only with weights_only (`LoadPlanner`). Keys that the checkpoint lacks are a
+Data is verified before it is unpickled, and unpickled only with weights_only (`LoadPlanner`). Keys that the checkpoint lacks raise
 MissingKeyError, which is a KeyError, on every rank.
 """
 
@@ -40,8 +40,8 @@ class LoadPlanner(DefaultLoadPlanner):
     def create_local_plan(self) -> LoadPlan:
         """This rank's reads.
 
-        torch takes a checkpoint to be of an old version, with other keys, where it has keys that this rank has not: those of tensors of
-        which FSDP1 has given this rank nothing. A checkpoint with all keys of this rank is none.
+        torch takes a checkpoint to be of an old version, with other keys, where it has keys that this rank has not: keys of tensors of
+        which FSDP1 has given this rank nothing. A checkpoint with all keys of this rank is not an old one.
         """
         assert self.metadata is not None, "set up"
         try:
@@ -84,7 +84,7 @@ class LoadPlanner(DefaultLoadPlanner):
 
 
 def warn_of_casts(targets: Mapping[str, Any], saved: Mapping[str, torch.dtype]) -> None:
-    """One warning if tensors are about to be filled from those of another dtype, which `saved` has by the same names."""
+    """One warning if tensors are about to be filled from tensors of another dtype; `saved` has the saved dtypes by the same names."""
     cast = [
         f"{printable(name)} from {saved[name]} to {target.dtype}"
         for name, target in targets.items()

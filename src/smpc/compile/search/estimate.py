@@ -1,8 +1,8 @@
-"""What a step of a candidate, and its memory, are before there is a plan: at least, which prunes, and about, which says what to try first.
+"""Estimates of a candidate's step and memory before there is a plan: bounds, which prune, and guesses, which say what to try first.
 
-`least_step` and `least_peak` are bounds: no plan is below them. `guess_step` and `guess_peak` are no bounds. A step is taken to be that of
-p balanced ranks (`balanced`), with what the busiest one has more. With F, I and W, a rank's forward and the two parts of its backward B
-for one of m microbatches, they compute m (F + B), and wait for
+`least_step` and `least_peak` are bounds: no plan is below them. `guess_step` and `guess_peak` are no bounds. A step is assumed to take as
+long as on p balanced ranks (`balanced`), plus what the busiest one has more. With F, I and W, a rank's forward and the two parts of its
+backward B for one of m microbatches, they compute m (F + B), and wait for
 
     1f1b, gpipe         (p - 1) (F + B)
     interleaved-1f1b    (p - 1) (F + B) / v
@@ -10,8 +10,8 @@ for one of m microbatches, they compute m (F + B), and wait for
     zb-h2               (p - 1) max(F, F + I - 2 W)                  with m >= 3 p / 2, else as zb-h1
     zb-v                (p - 1) max(F / 2, I / 2, I - W)             with m >= 2 p - 1, else (p - 1) max(F / 2, I - W / 2)
 
-What the busiest rank computes, and what the fullest one holds, is that of a cut in closed form (`smpc.compile.search.microbatch_profile`).
-How long the step of a plan is, `smpc.compile.step_breakdown` says.
+What the busiest rank computes, and what the fullest one holds, comes from a cut in closed form (`smpc.compile.search.microbatch_profile`).
+`smpc.compile.step_breakdown` says how long the step of a plan is.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class EstimatedState:
 
     @classmethod
     def of(cls, trace: Trace, cost_model: CostModel, names: Collection[str] | None = None) -> EstimatedState:
-        """That of a trace's model; `names`: of these tensors alone."""
+        """The state of a trace's model; `names`: of these tensors alone."""
         parameters = buffers = optimizer = gradients = 0
         for spec in distinct_state(trace, range(len(trace.state))):
             if names is not None and not any(name in names for name in spec.names):
@@ -172,7 +172,7 @@ class EstimatedSample:
     ) -> EstimatedSample:
         """The totals of a trace, with these modules computed again in the backward; `times` replace the predicted ones.
 
-        `profile`: that of the trace, if there is one already; `experts`: parameters of experts that ranks divide, by name.
+        `profile`: the trace's, if there is one already; `experts`: parameters of experts that ranks divide, by name.
         """
         analysis = analyse(trace, cost_model, times, recompute)
         times, units, graph = analysis.times, analysis.units, analysis.graph
@@ -236,12 +236,12 @@ class EstimatedSample:
         return traffic_of(self.state, self.experts, sharding, place)
 
     def stages(self, candidate: Candidate) -> Stages | None:
-        """What those of a candidate are, one microbatch of the profile's size; None: there are not as many pieces."""
+        """The stages of a candidate, for one microbatch of the profile's size; None: there are not as many pieces."""
         assert self.profile is not None, "a sample of a trace has a profile"
         return self.profile.stages(candidate.recompute, candidate.num_stages)
 
     def longer(self, seconds: float) -> EstimatedSample:
-        """With so much more to do in the backward."""
+        """The sample with so many more seconds in the backward."""
         paths = self.path + seconds, self.split_path + seconds
         return replace(self, backward=self.backward + seconds, path=paths[0], split_path=paths[1])
 
@@ -257,14 +257,14 @@ class EstimatedSample:
 
 @dataclass(frozen=True, slots=True)
 class EstimatedReruns:
-    """What is computed again of a microbatch: of each region the seconds of all of it, and those of its forward."""
+    """What is computed again of a microbatch: for each region, the seconds of all of it, and of its forward."""
 
     regions: FloatArray  # [2, number of regions]
     whole: float  # seconds of the microbatch
 
     @classmethod
     def of(cls, trace: Trace, modules: Sequence[str], times: NodeTimes) -> EstimatedReruns:
-        """Of a trace with these modules computed again."""
+        """The reruns of a trace with these modules computed again."""
         regions = requested_regions(trace, tuple(modules)).regions
         once = np.cumsum(np.append(0.0, times.forward)), np.cumsum(np.append(0.0, times.backward))
         first, last = (np.asarray([getattr(region, end) for region in regions], dtype=int) for end in ("first", "last"))
@@ -401,7 +401,7 @@ def _estimated_parts(sample: EstimatedSample, candidate: Candidate, place: Estim
 
 
 def _estimated_longest_chain(trace: Trace, seconds: FloatArray) -> float:
-    """Of the chains of nodes that lead to the model's outputs."""
+    """Seconds of the longest chain of nodes that leads to the model's outputs."""
     longest: dict[str, float] = {}
     for node, own in zip(trace.nodes, seconds.tolist(), strict=True):
         longest[node.name] = own + max((longest[name] for name in node.inputs), default=0.0)

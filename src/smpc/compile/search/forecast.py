@@ -71,7 +71,7 @@ _Key = tuple[Load, bool, Group, Group, Group]
 
 @dataclass
 class Forecast:
-    """That of one search."""
+    """The forecast of one search."""
 
     setting: Setting
     loads: Workloads
@@ -203,7 +203,7 @@ class Forecast:
         return self._working_sets[base, is_whole, outputs] * shape.microbatch_size / base.size / tensor / context
 
     def _least_times(self, known: Load, shape: Shape) -> LeastTimes:
-        """Of a microbatch that is known, on the wires of a shape; where its ranks return fewer outputs, of what those need."""
+        """The least times of a known microbatch, on the wires of a shape; where its ranks return fewer outputs, of what those need."""
         exchanges = self.loads.exchanges(known, shape.mesh)
         outputs = self.loads.outputs(replace(Load.of(shape), size=known.size))
         accumulated = 0.5 if shape.microbatches > 1 else 0.0  # as with the fewest microbatches
@@ -243,7 +243,7 @@ class Forecast:
         return len(self._schedules(shape)) * len(shardings(shape, self.tried.sharding)) * len(self.tried.again)
 
     def _schedules(self, shape: Shape) -> tuple[tuple[str, int], ...]:
-        """Those of a shape, which depend on its ranks and microbatches alone."""
+        """The schedules of a shape, which depend on its ranks and microbatches alone."""
         key = shape.pipeline_parallel_degree, shape.microbatches
         if key not in self._known_schedules:
             self._known_schedules[key] = tuple(schedules(shape, self.tried.schedules))
@@ -276,7 +276,7 @@ class Forecast:
         return guess_peak(self._with_reruns(self._expected(candidate.shape, hopeful=False), candidate), candidate)
 
     def _with_reruns(self, sample: EstimatedSample, candidate: Candidate) -> EstimatedSample:
-        """With what the candidate computes again."""
+        """The sample with what the candidate computes again."""
         again = self.base[candidate.recompute]
         return sample if candidate.recompute == "model" else sample.like(self.base["model"], again)
 
@@ -368,7 +368,7 @@ class Forecast:
 
 @dataclass
 class Plans:
-    """Those of one search. `cuts`: the plans so far, by what their cut depends on."""
+    """The plans of one search. `cuts`: the plans so far, by what their cut depends on."""
 
     setting: Setting
     loads: Workloads
@@ -381,7 +381,7 @@ class Plans:
         return self.loads.traced(Load.of(candidate.shape))
 
     def options(self, candidate: Candidate, limit: int | None = None) -> PipelineOptions:
-        """How it is planned; `limit`: the memory of a rank, by default that of the search."""
+        """How it is planned; `limit`: the memory of a rank, by default the search's limit."""
         chosen = self.setting.options(candidate, limit or self.setting.limit, self.again[candidate.recompute])
         return replace(chosen, tensor_parallel_outputs=self.loads.outputs(Load.of(candidate.shape)))
 
@@ -410,7 +410,7 @@ class Plans:
     def offloading(self, candidate: Candidate, plan: Plan | None = None) -> Iterator[tuple[Candidate, int]]:
         """Ways in which fewer microbatches are on the device, each with a peak that none with the same cut is below.
 
-        `plan`: that of the candidate; without, every stage is taken to have something to offload, and nothing is said of peaks.
+        `plan`: the candidate's; without one, every stage is assumed to have something to offload, and nothing is said of peaks.
         """
         checkpoints = (
             [True] * candidate.num_stages if plan is None else [bool(stage.checkpoints) for stage in plan.stages]

@@ -1,4 +1,4 @@
-"""What microbatches take at least, by one that was recorded: bounds for searches, which no plan of the same cost model is below.
+"""The least time of microbatches, found from one that was recorded: bounds for searches, which no plan of the same cost model is below.
 
 A microbatch of k times the size has as many operations, k times the FLOPs and k times the bytes of activations. Ranks that share it divide
 each of these by their number at best. So an operation takes at least
@@ -7,9 +7,10 @@ each of these by their number at best. So an operation takes at least
     a   its FLOPs and activations          at the best rate that kernels reach at any size: small ones are slower
     b   its parameters                     read where it has no FLOPs, and written as gradients
 
-and the launch of a kernel. Of ranks that share a microbatch that counts for what has a gradient and is no copy into another layout: these
-ranks have such operations too, while others may be left out, or be views of a slice. What does not depend on the batch counts for nothing,
-for it may be computed once; nor does what no output is made from, nor what modules that are called whole do, but for their FLOPs.
+and the launch of a kernel. For ranks that share a microbatch, the launch counts where an operation has a gradient and is no copy into
+another layout: these ranks have such operations too, while others may be left out, or be views of a slice. What does not depend on the
+batch counts for nothing, for it may be computed once; nor does what no output is made from, nor what modules that are called whole do, but
+for their FLOPs.
 
 A microbatch passes one stage after the other. So a step takes at least the longest chain of operations that wait for each other, forward
 and backward, however many stages there are: `LeastTimes.path`.
@@ -56,7 +57,7 @@ class LeastTimes:
     launches: FloatArray  # [2, n] however small the microbatch is
     lasting: FloatArray  # [2, n] of these, what is there whatever ranks share
     chains: FloatArray  # [2, 2, n] what counts of `path`, forward and backward; the second, of backwards in two parts
-    accumulated: float = 0.0  # to add gradients to those of earlier microbatches, on top
+    accumulated: float = 0.0  # to add gradients to the sum of earlier microbatches, on top
     products: float = 0.0  # launches of products with parameters, which are there whatever ranks share
     exchanged: float = 0.0  # for the bytes of collectives, which grow with the microbatch
     is_fused: bool = False  # attention is one operation
@@ -99,7 +100,7 @@ class LeastTimes:
 
 
 def least_times(trace: Trace, costs: CostModel) -> LeastTimes:
-    """Of a recorded microbatch."""
+    """The least times of a recorded microbatch."""
     flops, activations, parameters, launches, lasting = np.zeros((5, 2, len(trace.nodes)))
     counted = grows_with_batch(trace)
     of_costs, products, is_fused = _LeastTime(trace, costs), 0.0, False
@@ -194,7 +195,7 @@ class _LeastTime:
         return value.kind is NodeKind.GET_ATTR or value.storage in self._parameters
 
     def _num_bytes(self, value: Node) -> int:
-        """Of what is the same for every microbatch."""
+        """Bytes of what is the same for every microbatch."""
         if value.spec is None:
             return 0
         size = value.spec.num_bytes

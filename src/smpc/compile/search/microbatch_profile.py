@@ -1,11 +1,11 @@
-"""A microbatch operation by operation, and what its stages are if it is cut into so many: times and bytes, without a plan.
+"""Times and bytes of a microbatch, operation by operation, and of its stages if it is cut into so many, without a plan.
 
     profile = Profile.of(analysis, chain, ...)     of a recorded microbatch, once
     stages = profile.stages("blocks", 16)          cut so that the longest stage is as short as can be, as plans are
     stages.peak(in_flight, ...)                    about what the fullest rank holds, of one with split backwards by `split_uses.splits`
 
 The cut goes as the solver's does, but one stage after the other: of the ends that the smallest longest stage allows, the one that breaks
-the fewest modules, and of these the one that the fewest bytes cross. Bytes are those of `smpc.partitioner.memory.peak`, with a rougher
+the fewest modules, and of these the one that the fewest bytes cross. Bytes are counted as in `smpc.partitioner.memory.peak`, with a rougher
 look at what lives while one operation works.
 
 Modules that are computed again (`Again`) are not walked through for every microbatch: what they keep is taken to shrink as it does in the
@@ -96,7 +96,7 @@ class Stages:
     ]  # of these, parameters, optimizer and gradients of experts that ranks divide
 
     def share(self, num_ranks: int, placement: IntArray) -> float:
-        """Of the whole time, what the busiest rank has."""
+        """The busiest rank's share of the whole time."""
         busy = np.bincount(placement, self.seconds, minlength=num_ranks)
         return float(busy.max() / max(busy.sum(), 1e-30))
 
@@ -242,7 +242,7 @@ class Profile:
 
     @classmethod
     def of(cls, analysis: Analysis, chain: ChainProblem, experts: Collection[str] = ()) -> Profile:
-        """Of what was recorded; `chain`: its chain problem; `experts`: names of parameters of experts that ranks divide."""
+        """The profile of what was recorded; `chain`: its chain problem; `experts`: names of parameters of experts that ranks divide."""
         graph, costs, trace = analysis.graph, analysis.cost_model, analysis.graph.trace
         n, compute = graph.num_compute, graph.compute
         forbidden = np.zeros(n + 1, dtype=bool)

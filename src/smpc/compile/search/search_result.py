@@ -118,7 +118,7 @@ class Search:
 
     @property
     def plan(self) -> Plan:
-        """That of the best candidate."""
+        """The plan of the best candidate."""
         return self.planned.plan
 
     @property

@@ -16,14 +16,14 @@ what looks best to what looks worst, by a guess (`smpc.compile.search.estimate`)
     candidate   a shape that looked best is recorded and rewritten (`workloads`), and is in the queue once for each way to train it
     plan        a candidate that looks best is planned as its best contiguous cut for balanced computation (`memory_weight` 0)
 
-Of many shapes, those of the smallest microbatch come first, which is recorded: until there is a plan, nothing else is looked at.
+Of many shapes, the shapes with the smallest microbatch, which is recorded, come first: until there is a plan, nothing else is looked at.
 
 A shape or candidate whose lower bound is above 99% of the best step, or whose bound on the peak exceeds the limit, is left alone. A cut
-that breaks the limit is a bound itself, for a limit makes none faster: it is cut within the limit when its turn comes again. What
-differs from a planned candidate in its schedule alone is not planned if it is slower with the same cut. The search ends when nothing is
-left, which proves that nothing is more than 1% faster; or when its budget is spent, or all that is left looks a tenth slower than the
-best. Then the bounds of what is left say how much faster that could be. The budget is counted in operations, stages and microbatches,
-never by a clock: the same search gives the same bytes. The best is then planned with all means.
+that breaks the limit is a bound itself, as a limit makes no cut faster: the candidate is cut within the limit when its turn comes again.
+What differs from a planned candidate in its schedule alone is not planned if it is slower with the same cut. The search ends when nothing
+is left, which proves that nothing is more than 1% faster; or when its budget is spent, or all that is left looks a tenth slower than the
+best. Then the bounds of what is left say how much faster that could be. The budget is counted in operations, stages and microbatches, never
+by a clock: the same search gives the same bytes. The best is then planned with all means.
 
 With t tensor-parallel, c context-parallel and e expert-parallel ranks, what is planned is the trace of one of them: the compiler's best
 layouts, with collectives that take what they send over the wires that these ranks share. Of a model that returns its `loss` and other
@@ -239,7 +239,7 @@ class _Searcher:
     # -- shapes
 
     def _early_plan(self) -> tuple[Result, Planned] | None:
-        """Of a large model, a plan by what is recorded already, to show while experts are tried and recorded in parts, or many shapes are
+        """For a large model: a plan by what is recorded already, to show while experts are tried and recorded in parts, or many shapes are
         looked at. It changes nothing of the search after it."""
         size, trace = next(iter(self.loads.recorded.items()))
         takes_long = len(self.shapes) > _MANY or any(shape.expert_parallel_degree > 1 for shape in self.shapes)
@@ -256,7 +256,7 @@ class _Searcher:
         return first.best
 
     def _in_turn(self) -> tuple[Sequence[Shape], Sequence[Shape]]:
-        """All shapes; of many, which take minutes to look at, those of the smallest microbatch, which is recorded, and the others."""
+        """All shapes; of many, which take minutes to look at, the shapes of the smallest microbatch, which is recorded, and the others."""
         if len(self.shapes) <= _MANY:
             return self.shapes, ()
         smallest = min(shape.microbatch_size for shape in self.shapes)
@@ -395,7 +395,7 @@ class _Searcher:
         return 1 if waiting.candidate is not None else self.forecast.num_ways(waiting.shape)
 
     def _corrected(self, waiting: Waiting) -> Guess:
-        """Its guess, by how far those of its kind were off that have been planned."""
+        """Its guess, corrected by how far off the guesses were for planned candidates of its kind."""
         if not waiting.is_corrected or waiting.candidate is None or waiting.breaks_limit or waiting.candidate.offload:
             return waiting.guess
         fuller = self.fullness.get((Load.of(waiting.shape), waiting.candidate.recompute), 1.0)

@@ -85,7 +85,7 @@ class Shape:
 
     @property
     def num_expert_holders(self) -> int:
-        """Of these, the ranks that have the same experts."""
+        """The number of these ranks that have the same experts."""
         return self.num_holders // self.expert_parallel_degree
 
     @property
@@ -108,7 +108,7 @@ class Shape:
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """One way to train: see the module docstring. Names are those of the configuration."""
+    """One way to train: see the module docstring. Fields are named as in the configuration."""
 
     pipeline_parallel_degree: int
     data_parallel_degree: int
@@ -327,7 +327,7 @@ def _placements(
 
 
 def schedules(shape: Shape, wanted: tuple[str, ...]) -> Iterator[tuple[str, int]]:
-    """Schedules and stages of a rank, but for those of too many actions; on one rank all take as long, and 1f1b needs the least memory."""
+    """Schedules and stages of a rank, unless there are too many actions; on one rank all take as long, and 1f1b needs the least memory."""
     pipeline = shape.pipeline_parallel_degree
     known = [known for known in SCHEDULES if known[0] in wanted] if pipeline > 1 else [("1f1b", (1,))]
     for name, numbers in known:

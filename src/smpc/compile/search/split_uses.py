@@ -4,9 +4,9 @@ stages.
     split = splits("zb-v", 128, 2, 512)      None where a formula says it (`profile.in_flight`)
     split.actions[Op.FORWARD].own.waiting    by action, microbatches of the same stage that wait for their backwards
 
-After three times as many microbatches as there are stages, it is the same again and again. What a long schedule has is that of a short one
-of fewer ranks, as many times as there are more: what is in flight grows with the ranks. It is what a stage has beside its own actions
-alone, as if all stages of a rank were fullest at once. Beside schedules that are gone through, up to 6% too much is in flight.
+After three times as many microbatches as there are stages, it is the same again and again. For a long schedule, it is taken from a short
+one of fewer ranks and scaled by the number of ranks: what is in flight grows with the ranks. Then it is what a stage has beside its own
+actions alone, as if all stages of a rank were fullest at once. Compared with schedules that are gone through, it is up to 6% too much.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from smpc.partitioner.stage_costs import IntArray
 
 _ROUND = 3  # times the stages: microbatches that show all that a schedule of more has in flight
 _LONG = 2000  # microbatches of stages whose actions take too long to go through for a guess
-_FEW = 24  # ranks that show what those of a long schedule have
+_FEW = 24  # ranks that show what the ranks of a long schedule have
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -77,7 +77,7 @@ class SplitUses:
 
     @classmethod
     def of(cls, uses: Sequence[ActionUse]) -> SplitUses:
-        """Of all stages."""
+        """The uses of all stages."""
         actions = {
             Op.FORWARD: ActionRows.of([use.forwards for use in uses]),
             Op.BACKWARD: ActionRows.of([use.backwards for use in uses]),
@@ -89,7 +89,7 @@ class SplitUses:
 
 
 def splits(schedule: str, num_ranks: int, num_pieces: int, microbatches: int) -> SplitUses | None:
-    """Of a schedule where backwards are split, or ranks have several stages and it is not long; else None."""
+    """The uses of a schedule where backwards are split, or ranks have several stages and it is not long; else None."""
     return _splits_of_shown(schedule, num_ranks, num_pieces, min(microbatches, _ROUND * num_ranks * num_pieces))
 
 

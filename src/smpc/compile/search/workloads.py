@@ -47,7 +47,7 @@ class Load:
 
     @classmethod
     def of(cls, shape: Shape) -> Load:
-        """That of a shape."""
+        """The load of a shape."""
         return cls(
             shape.microbatch_size,
             shape.tensor_parallel_degree,

@@ -91,7 +91,7 @@ States = tuple[Tensor, Tensor]
 
 
 class TupleCache:
-    """Keys and values [N, heads / tp, S, head size] of one layer in one call. `has_crossed`: also those of cross-attention."""
+    """Keys and values [N, heads / tp, S, head size] of one layer in one call. `has_crossed`: of cross-attention, too."""
 
     def __init__(self, past: tuple[Tensor, ...], has_crossed: bool) -> None:
         self._past, self._has_crossed = tuple(past), has_crossed

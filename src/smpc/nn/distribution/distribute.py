@@ -289,7 +289,7 @@ def _hand_on_fills(module: nn.Module, distributed: DistributedModule) -> None:
 
 
 def _freeze_as(module: nn.Module, distributed: DistributedModule, registration: Registration) -> None:
-    """Parameters of the distributed module need gradients as those of the module do."""
+    """Parameters of the distributed module need gradients where the module's parameters do."""
     own = dict(distributed.named_parameters())
     rules = () if registration.format is None else registration.format.rules_of(list(module.state_dict()))
     names = {rule.theirs: rule.ours for rule in rules}

@@ -6,8 +6,8 @@ Terms
                        forward_hook   arguments of the module's forward to (args, kwargs) of the distributed one's
                        return_hook    what the distributed module returns to what the module returns
                        state_hook     the module's state dict to the whole values of the distributed module's parameters
-    arguments      what a module was constructed with. Registering a class makes its instances remember them; those of torch's own
-                   classes are read from their attributes
+    arguments      what a module was constructed with. Registering a class makes its instances remember them; for torch's own classes they
+                   are read from attributes
 
 Hooks take the arguments of the method that they translate, without self. Hooks for other releases of a class are fitted (`fitted`); a hook
 that cannot be fitted is refused when it is registered.

@@ -1,4 +1,4 @@
-"""What fills a module that was made on the meta device: what its constructor, and those of the modules around it, have run.
+"""What fills a module that was made on the meta device: what its constructor and the constructors of the modules around it have run.
 
 A model of Hugging Face's runs `_init_weights` of every module, inner ones first; one of them may fill what is in modules inside of it.
 

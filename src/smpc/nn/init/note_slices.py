@@ -1,4 +1,4 @@
-"""Models whose parameters are slices, for `smpc.nn.init.nn_init_on_slices`: the whole tensor behind each."""
+"""Notes that parameters of a model are slices, and the whole tensor behind each, for `smpc.nn.init.nn_init_on_slices`."""
 
 from __future__ import annotations
 
@@ -100,10 +100,11 @@ def note_rows(
     whole: Collection[str] = (),
     guesses: bool = False,
 ) -> None:
-    """Ranks of `group` have rows of a model's parameters, by name: of how many, which this rank has; others are theirs.
+    """Ranks of `group` have rows of a model's parameters. `rows`: by name, how many there are, and which this rank has; others have the
+    rest.
 
-    `prefix`: of the names in messages. `of_one`: those of which one rank has all rows; `guesses`: the others do not know of its gradient.
-    `whole`: what all ranks have whole.
+    `prefix`: of the names in messages. `of_one`: parameters of which one rank has all rows; `guesses`: the others do not know of their
+    gradients. `whole`: what all ranks have whole.
     """
 
     def whole_of(name: str, tensor: Tensor) -> WholeTensor | None:
@@ -164,7 +165,7 @@ def _is_held(tensor: Tensor, parameter: nn.Parameter | None) -> bool:
 
 @functools.cache
 def note_parts() -> None:
-    """Of parameters that `fully_shard` has divided ranks have parts, DTensors; what knows more of one comes first. What scripts write into
+    """Ranks have parts (DTensors) of parameters that `fully_shard` has divided; what knows more of one comes first. What scripts write into
     parts is written as into wholes (`smpc.nn.script_writes.dtensor_writes`)."""
 
     def find(tensor: Tensor) -> WholeTensor | None:

@@ -7,12 +7,12 @@
     p.add_(torch.randn(p.shape))   ...                     the same values for other rows: UsageError (`write_operands`)
     bias.mul_(float(p.norm()))     ...                     other numbers
 
-A number that has left its tensor (`float`, `math`, NumPy, a branch) is known to nobody. Values of one process are the same on all ranks,
-so ranks that write by other ones write what one process does not. One message of two numbers each time, more only where something is
+Nothing is known of a number that has left its tensor (`float`, `math`, NumPy, a branch). Values of one process are the same on all ranks,
+so ranks that write by different values write what one process does not. One message of two numbers each time, more only where something is
 amiss. Numbers that differ in last bits are alike: ranks may have summed up in another order.
 
-Of what one rank has, such as a stage of a pipeline, the others tell which number they would have written. It counts where the holder's
-is for others' parameters as well:
+For what one rank has, such as a stage of a pipeline, the others tell which number they would have written. It counts where the holder's
+number is for others' parameters as well:
 
     for g in gradients: g.mul_(0.1 / total)           total of a stage: other numbers for each gradient, UsageError
     for g in gradients: g.mul_(1 / float(g.norm()))   the holder's is its own: what others would have written says nothing
@@ -60,7 +60,7 @@ class Write:
 
     @property
     def line(self) -> str:
-        """Of the script, wherever a host has it."""
+        """The line of the script, without the folder, which may differ between hosts."""
         return re.split(r"[/\\]", self.where)[-1]
 
     def key(self, place: int) -> int:
@@ -112,8 +112,8 @@ class _OfOne:
 
 
 class Writes:
-    """What this rank's script has written into parameters since the ranks of `group` compared: those of a model, for `compare_scripts`, or
-    of None, for whoever calls `compare`. `holders`: by name, the ranks of the group that have what others have not."""
+    """What this rank's script has written into parameters since the ranks of `group` compared. `model`: whose writes `compare_scripts`
+    compares; with None, the owner calls `compare`. `holders`: by name, the ranks of the group that have what others have not."""
 
     def __init__(
         self, model: nn.Module | None, group: TensorGroup, holders: Mapping[str, tuple[int, ...]] | None = None
@@ -175,7 +175,7 @@ def are_compared(model: nn.Module) -> bool:
 
 
 def _writes_in(model: nn.Module) -> Sequence[tuple[TensorGroup, Sequence[Writes]]]:
-    """By group, those of the model and of the modules in it."""
+    """By group, the writes of the model and of the modules in it."""
     if model not in _in_models:
         found: dict[int, tuple[TensorGroup, list[Writes]]] = {}
         for module in model.modules():
@@ -249,7 +249,7 @@ class _Comparison:
             raise _other_writes(next((each for each, at, _ in numbers if each.key(at) == wrong), None))
 
     def _told_of_one(self, own: Sequence[_OfOne]) -> list[list[_OfOne]]:
-        """Those of all ranks."""
+        """By rank, what `own` is there. Collective."""
         most = max(count for (count,) in self._gathered([len(own)]))
         told = self._gathered(
             [number for one in own for number in (one.key, one.line, int(one.is_here), int(one.is_for_all), one.holder)]
@@ -310,7 +310,7 @@ def _numbers_for_all(writes: Sequence[Write]) -> set[tuple[str, float]]:
 
 
 def _for_all(writes: Sequence[Write]) -> list[Write]:
-    """Those with such a number."""
+    """The writes with a number that `_numbers_for_all` finds."""
     for_all = _numbers_for_all(writes)
     return [each for each in writes if any((each.where, value) in for_all for value in each.used.numbers)]
 

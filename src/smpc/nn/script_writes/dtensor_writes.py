@@ -6,8 +6,8 @@
         weight.normal_()                   torch draws for each part, alike on all ranks: drawn for the whole, which is cut
         weight.data = values               torch leaves the part as it is: written into it
         weight.mul_(0.9)                   torch's own: each rank writes into its part
-        total.add_(weight.norm())          torch has no way to write a number of parts into an ordinary tensor: that of all ranks
-    weight.norm().item()               torch gives this rank's, and of (weight.norm() ** 2).item() that of all: that of all
+        total.add_(weight.norm())          torch has no way to write a number of parts into an ordinary tensor: all ranks' number is written
+    weight.norm().item()               torch gives this rank's number, but all ranks' for (weight.norm() ** 2).item(): all ranks' number
 
     rank 0    row 0  row 1                weight[3]     a copy on every rank
     rank 1    row 2  row 3                .zero_()      row 3 of a whole tensor, of which rank 1 takes its part

@@ -5,8 +5,9 @@
     summed over 0, 2  2|w0|   2|w1|   2|w0|   2|w1|     partial still
     summed over 0, 1  of all                            what one process has: nothing is known of it any more
 
-A collective over a group makes values the same for those ranks that have the other slices, if all of them are in the group. Written into
-slices themselves, it gives each rank what is of rows of others, which is an error. Ranks without rows have no elements to give: another.
+A collective over a group makes values the same for those ranks that have the other slices, if all of them are in the group. A collective
+that writes into slices themselves gives each rank what is of others' rows, which is an error. Ranks without rows have no elements to give:
+another error.
 """
 
 from __future__ import annotations
@@ -76,7 +77,7 @@ def check_collective(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapp
 def known_after(
     func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Iterator[tuple[Tensor, OfSlice | None]]:
-    """What is known of the tensors that a collective has written; those of which nothing changes are left out."""
+    """What is known of the tensors that a collective has written; tensors of which nothing changes are left out."""
     if func.__name__ in _RECEIVE:
         return
     given, ranks = _given(func, args, kwargs)

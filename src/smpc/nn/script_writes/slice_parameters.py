@@ -5,7 +5,7 @@
     with torch.no_grad(): weight[3] = 0        in code that is neither torch's nor smpc's: SliceValues are asked
     weight.data, weight.grad                   SliceValues, in such code
 
-    note_own(model, ["layers.0.weight"])       this rank's of a pipeline; those of others are absent (`smpc.absent`), and have
+    note_own(model, ["layers.0.weight"])       this pipeline rank's; other ranks' are absent (`smpc.absent`), and have
     without_rows("layers.1.weight", ...)       SliceValues without rows, so that what is summed up over all is known to be partial
 
 Between steps such a parameter has a class of its own (`between_steps`, beside). Where gradients are recorded, it behaves as ever. A slice
@@ -193,8 +193,8 @@ def note_slices(
 
 
 def note_own(model: nn.Module, names: Mapping[str, Ranks], writes: Writes) -> None:
-    """This rank has these parameters, by name, whole, and not all of the model's; of those that it has not as the first one, with the ranks
-    that have them. `writes`: where those of scripts are noted."""
+    """This rank has these parameters whole, and not all of the model's. `names`: for each name, all ranks that have it, if this rank is not
+    the first of several. `writes`: where writes of scripts are noted."""
     _support()
     _note(model, [_WholeOf(name, Place.of(model, name), writes, False, again) for name, again in names.items()])
 

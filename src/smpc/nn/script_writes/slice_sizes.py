@@ -1,5 +1,5 @@
-"""Sizes of slices, which know it where a script reads them (`slice_numbers`, beside). Empty ones have those of the whole parameter, so that
-`torch.randn(weight.shape)` draws as much as on the rank that has its rows.
+"""Sizes of slices, which know that they belong to one where a script reads them (`slice_numbers`, beside). Empty slices have the whole
+parameter's sizes, so that `torch.randn(weight.shape)` draws as much as on the rank that has its rows.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class WithSizes(Tensor):
         return sizes if dim is None else sizes[dim]
 
     def numel(self) -> int:
-        """That of the whole parameter, of an empty one, but for torch's own scripts, which count what they have put into a vector."""
+        """Elements; of an empty slice the whole parameter's, but for torch's own scripts, which count what they have put into a vector."""
         with torch._C.DisableTorchFunctionSubclass():
             found: torch.Size = super().size()
         if found.numel() or is_own(sys._getframe(1)):

@@ -1,4 +1,4 @@
-"""What scripts see of a slice of a parameter between steps: values that know of what they are, so that wrong writes are errors.
+"""What scripts see of a slice of a parameter between steps: values that know which slice they come from, so that wrong writes are errors.
 
 A rank has rows 4 to 7 of a weight of 8 rows, as a tensor of 4 rows:
 
@@ -7,7 +7,7 @@ A rank has rows 4 to 7 of a weight of 8 rows, as a tensor of 4 rows:
     weight.data[weight.data.abs() < 0.1] = 0
     weight.data /= weight.data.norm(dim=1, keepdim=True)
     weight.data[3] = 0                        UsageError: it is row 7 of the weight here, and row 3 elsewhere
-    weight.data /= weight.data.norm()         UsageError: the norm is that of the slice
+    weight.data /= weight.data.norm()         UsageError: the norm is of the slice alone
     weight.data.normal_()                     what one process draws, cut (`smpc.nn.init.nn_init_on_slices`)
 
 What is known of a value, and the terms, are in `slice_provenance`; what collectives do to it is in
@@ -321,7 +321,7 @@ def _write(name: str, func: Callable[..., Any], args: Sequence[Any], kwargs: dic
 def _of_one_target(
     name: str, position: int, targets: Sequence[Any], args: Sequence[Any], kwargs: dict[str, Any]
 ) -> tuple[Sequence[Any], dict[str, Any]]:
-    """The arguments for one of the targets of a function of lists; those of others, as they are."""
+    """The arguments for one of the targets of a function of lists; for other functions, the arguments as they are."""
     if not name.startswith("_foreach_"):
         return args, kwargs
 

@@ -5,7 +5,7 @@
     loss.backward()                            UsageError: the gradient of the norm of a slice is another one
     loss + 0 * weight.sum()                    of no account, as scripts have it so that each parameter has a gradient
 
-Gradients of sums over elements would be right, but their value is that of the slice, and so is the loss. In steps of `smpc.v1`, and in a
+Gradients of sums over elements would be right, but their value is of the slice alone, and so is the loss. In steps of `smpc.v1`, and in a
 model's own forward, parameters are ordinary ones.
 """
 

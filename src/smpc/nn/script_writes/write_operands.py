@@ -56,7 +56,7 @@ ANY = -sys.float_info.max  # among numbers: one that others need not be near
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """Of what is written or computed: its shape, and along which dimensions it has a slice's rows. None: rows are not told apart.
+    """The shape of what is written or computed, and along which dimensions it has a slice's rows. None: rows are not told apart.
 
     `is_by_element`: operands are expanded to its shape.
     """
@@ -134,7 +134,7 @@ def alike(tensor: Tensor) -> Tensor:
 
 
 def _sum(tensor: Tensor) -> tuple[Tensor, Tensor]:
-    """The bits of a sum, of absolute values where they are no integers: near that of a tensor that is near; the number of elements."""
+    """The bits of a sum, of absolute values unless they are integers, and the number of elements. Near tensors have near sums."""
     if not (tensor.is_floating_point() or tensor.is_complex()):
         found = tensor.sum(dtype=torch.float64)
     else:

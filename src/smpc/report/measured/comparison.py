@@ -27,10 +27,9 @@ Where the bubble of recorded steps comes from: the steps are simulated from thei
 Terms
     schedule    what the order of the actions leaves idle on its own: each F, B and W takes the median of its stage, messages take no time
     uneven      what is added when each takes as long as it did in that step. It can be negative: a long action may fall into a gap
-    messages    what is added when messages take time: what a rank spends to send one, and to take one that is there (means of the
-                step), and the rest of the way: that of the quickest message of the same edge and direction that found its
-                receiver waiting
-    bookkeeping what is added by a rank's own time between actions: that between its instructions, and that of those which are
+    messages    what is added when messages take time: what a rank spends to send one, and to take one that is there (means of the step),
+                and the rest of the way, taken from the quickest message of the same edge and direction that found its receiver waiting
+    bookkeeping what is added by a rank's own time between actions: the time between its instructions, and the time of instructions that are
                 neither actions nor messages to others (MOVE, OFFLOAD ..), the mean of the step
     simulated   all of these: what the bubble would be if ranks did nothing but this, and never waited for anything else
     other       what has been measured beyond: the end of a step after its last backward, ranks that are not run at once when their message

@@ -113,7 +113,7 @@ class LookedUpRows:
             )
 
     def pass_on(self, table: Tensor, rows: Tensor, lookup: Lookup) -> None:
-        """Rows of a table have come from other ranks: those of other groups that this rank is in get them, too."""
+        """Rows of a table have come from other ranks: ranks of other groups that this rank is in get them, too."""
         for other in list(_watching):
             if other is not self:
                 other.note(table, rows, lookup.max_norm, lookup.norm_type, lookup.is_sliced)

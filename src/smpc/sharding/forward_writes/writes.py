@@ -1,4 +1,4 @@
-"""What a model's forward writes into whole parameters stays, when they are in parts again.
+"""Keeps what a model's forward writes into whole parameters, when they are in parts again.
 
 A momentum encoder that follows another one in forward, `nn.Embedding(max_norm=...)`, a weight that is clamped: torch's `fully_shard` drops
 the whole parameter, and what was written into it, without a word. Each rank keeps its part of it:
@@ -39,7 +39,7 @@ _NOTHING = torch.iinfo(torch.int64).min
 
 class KeptWrites:
     """See above. Has units take over what is written into their whole parameters. `group`: all ranks that have parts of them, whose
-    messages are on `device`, by default that of the units; None: there is one rank."""
+    messages are on `device`, by default the units'; None: there is one rank."""
 
     def __init__(
         self, units: Iterable[FSDPModule], group: ProcessGroup | None, device: torch.device | None = None

@@ -94,8 +94,8 @@ class CompiledTensors:
     def place(self, placement: Placement, state: MutableMapping[Tensor, Any]) -> None:
         """After the first program: replaces the parameters that this rank holds by its slices. Collective over the group.
 
-        Parameters with values are sliced on this rank's device, one after another; delayed parameters are drawn as slices. `state`: that of
-        an optimizer, which may have some before the first step; of what has the shape of a parameter, a slice stays, too.
+        Parameters with values are sliced on this rank's device, one after another; delayed parameters are drawn as slices. `state`: an
+        optimizer's, which may have some before the first step; what has the shape of a parameter is sliced, too.
         """
         assert self.latest is not None, "a trace has been rewritten"
         check_no_hooks(self._module, dict(self.latest.layouts))

@@ -13,14 +13,14 @@ Names are the canonical fully qualified names of `named_parameters()` and `named
 
 Which slices of the whole model's tensors a tensor-parallel rank holds.
 
-    slices = Slices(module)                           names are canonical: those of named_parameters()
+    slices = Slices(module)                           names are canonical, as in named_parameters()
     slices.get("head.weight")                         Shard(dim=0, size=50257, start=25129), or None where the rank holds all of it
     slices.whole_shape("head.weight", (25128, 768))   (50257, 768)
 
 A tensor that belongs to a parameter, such as an optimizer moment, is sliced like the parameter if it has the parameter's shape. A tensor of
 one element is the same on all ranks. Other tensors (factored moments) have no known place in the whole, and are refused.
 
-`digest_of` is what ranks compare that must have the same tensors.
+Ranks that must have the same tensors compare their `digest_of`.
 """
 
 from __future__ import annotations

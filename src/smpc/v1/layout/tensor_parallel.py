@@ -119,7 +119,7 @@ class Distribution:
         return self._parallel.group.size > 1 and bool(self._scaled)
 
     def divides_gradient_of(self, tensor: Tensor) -> bool:
-        """Whether a gradient is divided by the number of ranks, as that of every rank counts the samples of all: see `TensorReplicas`."""
+        """Whether a gradient is divided by the number of ranks, as each rank's counts the samples of all ranks: see `TensorReplicas`."""
         return self.shares_parameters and id(tensor) in self._scaled and not self._parallel.prescaled_batch
 
     def exchange(self, exchanged: Mapping[nn.Parameter, nn.Parameter]) -> None:

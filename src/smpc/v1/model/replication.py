@@ -106,7 +106,7 @@ class Replication:
     def __init__(self, context: StepContext, options: Mapping[str, Any]) -> None:
         self._context, self.options = context, options
         self.replicas: StageReplicas | None = None
-        self.hooks: StepHooks | None = None  # with those of the groups around them
+        self.hooks: StepHooks | None = None  # with the hooks of the groups around them
         self.exchanged: Mapping[nn.Parameter, nn.Parameter] = {}  # replacements of parameters
         self._comm_hook: tuple[object, Callable[[Any, Any], Any]] | None = None
 

@@ -439,7 +439,7 @@ def _fill_from_checkpoint(
     verified: bool,
     found: Checkpointer,
 ) -> None:
-    """Load all tensors, everything or nothing; those of the optimizer once the model is partitioned. Collective."""
+    """Load all tensors, everything or nothing; the optimizer's once the model is partitioned. Collective."""
     with Checkpoint.open(folder) as checkpoint:
         shards: list[Shard] = [] if model is None else model.checkpoint_state.shards()
         kinds = [] if model is None else ["model"]

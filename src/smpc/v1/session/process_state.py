@@ -53,7 +53,7 @@ class Session:
     local_rank: int  # position among the processes of this host
     local_size: int  # processes on this host
     device: torch.device  # where this process computes
-    planned_for: tuple[Device, ...]  # that of each pipeline rank, by which models are cut; (): by the kind of `device`
+    planned_for: tuple[Device, ...]  # of each pipeline rank, to cut models for; (): for the kind of `device`
     message_device: torch.device  # the device of the communication API's bytes while they are sent
     groups: Mapping[Axis, dist.ProcessGroup]
     parallel: TensorParallel  # how tensor-parallel modules are split
@@ -128,7 +128,7 @@ class ScriptModels:
             self._acting = outer
 
     def new_script(self) -> Script:
-        """For a new model: the last, as long as it has none."""
+        """The script for a new model: the last one, as long as it has none."""
         if self.scripts[-1].model is not None:
             self.scripts.append(Script(self.job))
         return self.scripts[-1]
@@ -151,7 +151,7 @@ class ScriptModels:
 
     @property
     def with_models(self) -> list[Script]:
-        """Those that have a model."""
+        """The scripts that have a model."""
         return [each for each in self.scripts if each.model is not None]
 
     @property

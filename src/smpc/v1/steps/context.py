@@ -86,7 +86,7 @@ class StepContext:
         return self.divisor / self.precision.loss_scale * (1.0 if self.join is None else self.join.divisor)
 
     def verdict(self, losses: Losses) -> int:
-        """On a step's losses, unless they are those of another replica."""
+        """The verdict on a step's losses; 0 if they are another replica's."""
         return 0 if self.join is not None and math.isinf(self.join.divisor) else losses.verdict(self.session)
 
     @property

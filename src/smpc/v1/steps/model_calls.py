@@ -171,7 +171,7 @@ class Tail:
 
     def backward(self, tensors: Tensors, gradients: Gradients) -> None:
         """Note the roots. Raises StepError where the loss uses parameters outside of the model, which other ranks would not train alike, or
-        those of the model that ranks share."""
+        parameters of the model that ranks share."""
         if not self.called:
             raise _too_early(self._step_name)
         if self.roots is not None:

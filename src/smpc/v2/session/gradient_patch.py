@@ -208,7 +208,7 @@ def _group_of_replicas(session: Session, given: dist.ProcessGroup | None) -> dis
 
 
 def _groups_of_parts(parameters: Sequence[Tensor]) -> list[dist.ProcessGroup | None]:
-    """The ranks that have parts of the same parameters: all of the session, or those of a unit of FSDP1."""
+    """The ranks that have parts of the same parameters: all of the session, or the ranks of a unit of FSDP1."""
     if _has_slices(parameters) is not None:
         return [None]
     unit = _unit_of(parameters)

@@ -10,8 +10,8 @@ Terms
     phase       what a rank is about to do: begin a step, end it, ... ; before anything that replicas do together, the ranks that hold the
                 same stage exchange phases
     source      the last one of the replicas that are not over: its buffers count
-    alike       ranks that are given the same batches, or compute together: those of a tensor- or context-parallel group. They are over at
-                the same step
+    alike       ranks that are given the same batches, or compute together: the ranks of a tensor- or context-parallel group. They are over
+                at the same step
     shadowing   what a rank does whose replica is over: it does the others' part of each phase, with gradients of zero, until all are over
 
     phase          ranks that train                     ranks that are over
@@ -105,7 +105,7 @@ class Join(ABC):
     """
 
     repeats_acts = False  # of the script: ranks that are over do
-    divisor = 1.0  # of this rank's gradients, beside that of all others
+    divisor = 1.0  # another one of this rank's gradients, beside `StepContext`'s
 
     def __init__(
         self,

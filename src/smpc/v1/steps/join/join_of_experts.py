@@ -9,7 +9,7 @@ So experts of ranks that are over serve the tokens of the others, and are update
 optimizer state of the last replica's steps. Within a step no phases are exchanged: all ranks do the same.
 
 The arguments come from the source rank by rank, as each rank of a replica was given them. Tensors and other values that can be pickled are
-copied; the model itself is that of the rank.
+copied; the model itself is the rank's own.
 """
 
 from __future__ import annotations
@@ -106,7 +106,7 @@ class JoinOfExperts(JoinOfActs):
         self._source = max(active)
 
     def _as_told(self, act: tuple[Any, ...]) -> tuple[Any, ...]:
-        """Of a step, the pickled call; where that fails, why."""
+        """For a step, the pickled call; where that fails, why."""
         if not isinstance(act[0], StepBody):
             return act
         body, args, kwargs = act
@@ -211,7 +211,7 @@ class JoinOfExperts(JoinOfActs):
 
 
 def _check_zeros(names: Mapping[int, str], parameter: Tensor, gradient: Tensor) -> None:
-    """Of a parameter that all replicas have, on a rank that repeats the step of another."""
+    """Check the gradient of a parameter that all replicas have, on a rank that repeats the step of another."""
     values = gradient.coalesce().values() if gradient.is_sparse else gradient
     if torch.count_nonzero(values.nan_to_num(0.0, 0.0, 0.0)):
         raise UsageError(

@@ -6,7 +6,7 @@
     EVALUATION    gather, compute                        gather
     ACT           see `smpc.v1.steps.join.script_actions`
 
-So in the end all parts, and their optimizer state, are those of the last replica's steps.
+So in the end all parts, and their optimizer state, are as after the last replica's steps.
 """
 
 from __future__ import annotations

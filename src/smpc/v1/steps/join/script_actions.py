@@ -5,8 +5,8 @@
     ACT           optimizer.step(), zero_grad(),         the same with their parameters, by the options (learning rates) of the
                   clip_grad_norm_, ...                   source's groups, and with gradients where the source has some
 
-A rank that is over does not run the script. What that does to parameters or gradients by itself (`p.grad.mul_(0.5)`) reaches those of
-ranks that train alone: they notice by digests, which are taken after each step and act, and all ranks raise StepError at the next one.
+A rank that is over does not run the script. What the script does to parameters or gradients by itself (`p.grad.mul_(0.5)`) reaches only
+ranks that train: ranks notice by digests, which are taken after each step and act, and all raise StepError at the next one.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ class JoinOfActs(Join):
 
     @abstractmethod
     def _parameters(self) -> list[nn.Parameter]:
-        """Those of this rank, in one order on all replicas; none before the partition."""
+        """The parameters of this rank, in one order on all replicas; none before the partition."""
 
     @abstractmethod
     def _prepare(self, active: set[int]) -> None:
