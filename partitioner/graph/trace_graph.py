@@ -9,9 +9,9 @@ Terms
                 needs no gradient. Any stage can compute it again. Where it involves in-place writes, all writers must be input-only too
 
 Parameters and buffers are known by index into Trace.state. A call_module node uses all the state below its module.
-State that only dead nodes read belongs to the first of these, as the module around it may be called whole. State that no node reads
-belongs to the nearest enclosing module that runs: to the last node there that uses the state before it, in the model's order, or to the
-first node of all. So every parameter has an owner, and a head that later batches use is where the heads beside it are.
+State that only dead nodes read belongs to the first of these, as the module around it may be called whole; state that no node reads to
+the first node of the nearest enclosing module that runs. Where a list or a dict of modules is nearer, in which others run, it belongs to a
+node of the one before it, or else behind it: later batches may use another head, or more layers. So every parameter has an owner.
 
 Nodes share a cluster when
   - one reads a result that is not a single tensor (the parts of a `split`), or whose shape depends on values: such results do not cross
@@ -199,22 +199,34 @@ def _state_users(
     for position in reversed(compute.tolist()):  # so the first of dead nodes stays
         for name in trace.nodes[position].inputs if trace.nodes[position].name not in trace.live else ():
             dead_users[state_of[trace.position(name)]] = position
-    used: list[tuple[str, int]] = []  # names of state, in the model's order, and the last node that uses it
+    used = [(state.name, users[i]) for i, state in enumerate(trace.state)]
     for i, state in enumerate(trace.state):
-        if not users[i] and i not in returned:
-            users[i].add(dead_users.get(i, _owner_in_graph(state.name, first_of, int(compute[0]), used)))
-        elif users[i]:
-            used.append((state.name, max(users[i])))
+        if not used[i][1] and i not in returned:
+            owner = dead_users.get(i)
+            if owner is None:
+                owner = _owner_in_graph(state.name, first_of, int(compute[0]), used[:i], used[i + 1 :])
+            users[i] = {owner}
     return tuple(tuple(sorted(found)) for found in users)
 
 
-def _owner_in_graph(name: str, first_of: dict[str, int], otherwise: int, used: Sequence[tuple[str, int]]) -> int:
-    """The last user of the state before, or the first compute node, of the nearest enclosing module that runs."""
+def _owner_in_graph(
+    name: str,
+    first_of: dict[str, int],
+    otherwise: int,
+    before: Sequence[tuple[str, set[int]]],
+    after: Sequence[tuple[str, set[int]]],
+) -> int:
+    """A node for state that none uses, see above. `before` and `after`: other state, in the model's order, with its users."""
     while name:
         name = name.rpartition(".")[0]
         if name in first_of:
-            inside = f"{name}." if name else ""
-            return next((user for other, user in reversed(used) if other.startswith(inside)), first_of[name])
+            return first_of[name]
+        beside = f"{name}."
+        last = next((max(users) for other, users in reversed(before) if users and other.startswith(beside)), None)
+        if last is None:
+            last = next((min(users) for other, users in after if users and other.startswith(beside)), None)
+        if last is not None:
+            return last
     return otherwise
 
 

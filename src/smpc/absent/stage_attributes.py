@@ -3,27 +3,27 @@
     watch = AttributeWatch(model, {"encoder.warmup"})       before a program first runs: the modules that it calls whole on this rank
     found = watch.changed()                                 after it: [("encoder.warmup", "calls")]
     attributes = StageAttributes(model, rank=0)
-    attributes.note([[], found])                            what each rank of the pipeline has found
+    attributes.take(gathered)                               `attributes.told(found)` of every rank of the pipeline, after a step
+    model.encoder.warmup.calls                              4, on all ranks
     with attributes.in_step():
         model.encoder.warmup.calls                          an error where it is used: pipeline rank 1 changes it now
-    attributes.take([{}, {("encoder.warmup", "calls"): 4}]) what each rank has now, of `own`
-    model.encoder.warmup.calls                              4, on all ranks
 
-Numbers, text, True, False and None are sent; in the place of anything else, such as a tensor, other ranks have an error at any time. An
-attribute counts if another value is in its place, not if a list or an object is changed inside.
+Numbers, text, True, False and None are sent; in the place of a tensor, other ranks have an error at any time. An attribute counts if one of
+these is in the place of something else, not if a list or an object is changed inside.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NoReturn
 
-from torch import nn
+from torch import Tensor, nn
 
 from smpc.errors import UsageError
 
 Attribute = tuple[str, str]  # the name of a module, and of its attribute
+Told = tuple[tuple[Attribute, ...], dict[Attribute, Any]]
 _OF_MODULES = frozenset(vars(nn.Module()))
 _COMPARED = (type(None), bool, int, float, complex, str, bytes)
 _GONE = object()
@@ -45,7 +45,10 @@ class AttributeWatch:
             for path, each in model.get_submodule(name).named_modules()
         )
         self._before = {
-            (name, key): value for name, each in inside for key, value in vars(each).items() if key not in _OF_MODULES
+            (name, key): value
+            for name, each in inside
+            for key, value in vars(each).items()
+            if key not in _OF_MODULES and not key.startswith("_smpc")
         }
         self._names = tuple(dict.fromkeys(name for name, _ in self._before))
 
@@ -56,7 +59,7 @@ class AttributeWatch:
             name, key = attribute
             now = vars(self._model.get_submodule(name)).get(key, before)
             is_same = now is before or (type(now) is type(before) and isinstance(now, _COMPARED) and now == before)
-            if not is_same:
+            if not is_same and isinstance(now, (Tensor, *_COMPARED)):
                 found.append(attribute)
         return found
 
@@ -106,31 +109,28 @@ class StageAttributes:
         self._marks: dict[Attribute, StaleValue] = {}  # of those of other ranks
         self.is_empty = True  # on all ranks
 
-    def note(self, found: Sequence[Collection[Attribute]]) -> None:
-        """By rank, which attributes of the modules that it runs have changed."""
-        self._own |= dict.fromkeys(found[self._rank])
-        for rank, attributes in enumerate(found):
+    def told(self, changed: Collection[Attribute]) -> Told:
+        """After a step: which attributes of the modules that this rank runs have changed, now or before, and what can be sent of them."""
+        self._own |= dict.fromkeys(changed)
+        held = {attribute: self._table(attribute).get(attribute[1], _GONE) for attribute in self._own}
+        return tuple(self._own), {each: value for each, value in held.items() if isinstance(value, _COMPARED)}
+
+    def take(self, told: Sequence[Told]) -> None:
+        """What every rank has `told`, by rank."""
+        values: dict[Attribute, Any] = {}
+        for rank, (attributes, own) in enumerate(told):
+            self.is_empty = self.is_empty and not attributes
+            values |= own
             for attribute in attributes:
-                self.is_empty = False
-                if attribute not in self._own:
+                if attribute not in self._marks:
                     self._marks[attribute] = _mark_of(attribute, rank, self._rank)
         for attribute in self._own:
             self._marks.pop(attribute, None)
-
-    @property
-    def own(self) -> dict[Attribute, Any]:
-        """The present values of this rank's, as far as they are sent."""
-        held = {attribute: self._table(attribute).get(attribute[1], _GONE) for attribute in self._own}
-        return {attribute: value for attribute, value in held.items() if isinstance(value, _COMPARED)}
-
-    def take(self, values: Sequence[Mapping[Attribute, Any]]) -> None:
-        """After a step: the values that the ranks have now."""
-        found = {attribute: value for each in values for attribute, value in each.items()}
         for attribute, mark in self._marks.items():
             table, key = self._table(attribute), attribute[1]
             if table.get(key) is not mark:
                 mark.before = table.get(key)
-            table[key] = found.get(attribute, mark)
+            table[key] = values.get(attribute, mark)
 
     @contextmanager
     def in_step(self) -> Iterator[None]:

@@ -22,6 +22,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 
 from smpc.in_place.model_copy import plain_name
+from smpc.nn.script_writes.slice_provenance import refuse_of_slices
 from smpc.optimizers.gradients import check_finite
 from smpc.optimizers.gradients import clip_grad_norm_ as clip
 from smpc.optimizers.norm_groups import local_part
@@ -53,6 +54,8 @@ def clip_shared(
     `only`: the ids of the gradients that count and are clipped; all, if there are none. `finite`: raise NonFiniteNormError, before anything
     is clipped, for a norm that is not.
     """
+    refuse_of_slices("clip_grad_norm_: max_norm", max_norm)
+    max_norm = float(max_norm)
     world, order = dist.get_world_size(), float(norm_type)
     total = torch.zeros((), dtype=torch.float64, device=next(model.parameters()).device)
     held = [each for each in _gradient_parts(model) if not only or id(each.whole) in only]

@@ -32,7 +32,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves, tree_map
 
 from smpc.nn.script_writes.compare_writes import Writes
-from smpc.nn.script_writes.slice_numbers import SliceInt
+from smpc.nn.script_writes.slice_numbers import SliceInt, decided, known_number
 from smpc.nn.script_writes.write_operands import NOTHING, Used
 
 _OF_OBJECT = ("requires_grad_", "retain_grad", "detach_", "backward", "set_data", "is_leaf", "output_nr", "rename_")
@@ -165,6 +165,15 @@ def known(value: Any) -> OfSlice | None:
     """What is known of a value of a slice."""
     found = vars(value).get(SLICE) if isinstance(value, Tensor) else None
     return found if isinstance(found, OfSlice) else None
+
+
+def refuse_of_slices(what: str, *values: Any) -> None:
+    """UsageError for numbers and tensors that were computed of a slice alone, where `what` is to have one process's."""
+    for value in values:
+        of = known_number(value)
+        of = known(value) if of is None else of
+        if of is not None:
+            raise decided(what, of)
 
 
 def known_again(value: Any) -> OfAgain | None:

@@ -69,6 +69,10 @@ from smpc.nn.script_writes.write_operands import ANY, Rows, Used, used_by_all, u
 
 _OVERWRITE = ("zero_", "fill_", "copy_")
 _ORDERS = ("lt", "le", "gt", "ge", "less", "less_equal", "greater", "greater_equal")
+_ARITHMETIC = (
+    *("add", "sub", "mul", "div", "true_divide", "pow", "__radd__", "__rsub__", "__rmul__", "__rdiv__", "__rpow__"),
+    *("add_", "sub_", "mul_", "div_", "multiply", "divide", "subtract"),
+)
 _LEAVING = (
     "item",
     "tolist",
@@ -156,6 +160,15 @@ class SlicePartValues(SliceValues, DTensor):
         return found
 
 
+def _check_loss(operands: Sequence[Any]) -> None:
+    """UsageError where a number of a slice alone goes into what is differentiated (`loss * weight.norm().detach()`)."""
+    is_recorded = any(type(each) is Tensor and each.requires_grad for each in operands)
+    for each in operands if is_recorded else ():
+        of = known(each)
+        if of is not None and of.is_partial:
+            raise decided("a loss, or what it is computed of", of)
+
+
 def answer(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """What a script gets of a function of torch's. UsageError for what the module's docstring says."""
     name, named = getattr(func, "__name__", ""), dict(kwargs)
@@ -164,6 +177,8 @@ def answer(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, A
             _check_shown(name, args[0])
         if name == "__bool__":
             _check_decision(args[0])
+        if name in _ARITHMETIC and torch.is_grad_enabled():
+            _check_loss(args)
         if not computes(func):
             return known_result(name, func, args, named, func(*args, **named))
         if draws_by(name) and any(

@@ -343,9 +343,10 @@ class Placement:
             )
             stand_in.__dict__ = tensor.__dict__  # attributes set by scripts: guards watch this dict object
             state.by_original[id(tensor)] = stand_in
-        state.by_original.update(on_meta(self._model))
-        with self.attributes.as_before(), installed(self._model, state):
-            yield
+        with self.attributes.as_before():
+            state.by_original.update(on_meta(self._model))
+            with installed(self._model, state):
+                yield
 
     def _state(self) -> dict[str, Tensor]:
         """Parameters and buffers by name; read afresh, since a model may rebind its buffers."""

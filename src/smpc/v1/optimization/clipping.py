@@ -23,10 +23,11 @@ import torch
 from torch import Tensor
 
 from smpc.errors import StepError, UsageError
+from smpc.nn.script_writes.slice_provenance import refuse_of_slices
 from smpc.optimizers.gradients import clip_by
 from smpc.optimizers.torch_patches import Tensors, clip_grad_norm_by, listed, replace_clipping
 from smpc.v1.model.distributed_model import DistributedModel
-from smpc.v1.optimization.fused import SessionNormGroups, clipping_in_join
+from smpc.v1.optimization.fused import SessionNormGroups, check_same_number, clipping_in_join
 from smpc.v1.session.process_state import state
 
 _undo: list[Callable[[], None]] = []
@@ -51,6 +52,7 @@ def uninstall() -> None:
 def _clip(given: list[Tensor], max_norm: float, norm_type: float, error_if_nonfinite: bool) -> Tensor | None:
     with _clipped_model_acting(given, "clip_grad_norm_"):
         if _is_ours("clip_grad_norm_", given):
+            refuse_of_slices("clip_grad_norm_: max_norm", max_norm)
             return clip_model(given, float(max_norm), float(norm_type), error_if_nonfinite)
     return None
 
@@ -83,7 +85,10 @@ def _clips_elements(original: Callable[..., Any]) -> Callable[..., Any]:
         parameters, given = listed(parameters)
         with _clipped_model_acting(given, name):
             optimizer = state.optimizer
-            refused = optimizer is not None and optimizer.has_taken_or_scales and _is_ours(name, given)
+            is_ours = _is_ours(name, given)
+            refused = is_ours and optimizer is not None and optimizer.has_taken_or_scales
+        if is_ours:
+            refuse_of_slices(f"{name}: the value to clip by", *args[:1], *kwargs.values())
         if refused:
             raise UsageError(
                 f"{name}: the optimizer's fp32 masters take the model's gradients without the loss scale, so clipping these by a number is "
@@ -118,6 +123,7 @@ def clip_model(given: list[Tensor], max_norm: float, norm_type: float, error_if_
     if not model.partitioned:
         return torch.zeros(())  # no step has run, so there is no gradient
     parameters = [_parameter_of(tensor) for tensor in given]
+    check_same_number("clip_grad_norm_: max_norm", max_norm)
     with clipping_in_join(model, parameters, max_norm, norm_type, error_if_nonfinite):
         if optimizer is not None and optimizer.has_masters:
             total: Tensor = optimizer.clip_gradients(given, max_norm, norm_type, error_if_nonfinite)

@@ -22,7 +22,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import smpc.optimizers as fused
+from smpc.errors import UsageError
 from smpc.mesh import Axis
+from smpc.nn.script_writes.slice_provenance import refuse_of_slices
 from smpc.optimizers import NormGroups
 from smpc.optimizers.gradients import clip_by
 from smpc.optimizers.norm_groups import sum_norms
@@ -100,14 +102,33 @@ def clip_grad_norm_(
     With fp16 and bf16 it is `clip_master_grads` of the DistributedOptimizer, for all of its parameters.
     """
     given = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+    refuse_of_slices("clip_grad_norm_: max_norm", max_norm)
     with state.acting(state.script_with(given, "clip_grad_norm_")):
         optimizer = state.optimizer
         parameters = [_parameter_of(tensor) for tensor in given]
+        check_same_number("clip_grad_norm_: max_norm", float(max_norm))
         with clipping_in_join(_model(), parameters, float(max_norm), float(norm_type), error_if_nonfinite):
             if optimizer is not None and optimizer.has_masters:
                 total: Tensor = optimizer.clip_gradients(given, max_norm, norm_type, error_if_nonfinite)
                 return total
             return clip_by(given, max_norm, norm_type, error_if_nonfinite, SessionNormGroups(), kernel)
+
+
+def check_same_number(what: str, number: float) -> None:
+    """UsageError on all ranks of a replica unless they have the same number. Collective over them, where they have other parameters."""
+    mesh = state.session.mesh
+    for axis, size in ((Axis.PP, mesh.pp_size), (Axis.TP, mesh.tp_size)):
+        if size == 1:
+            continue
+        found = torch.tensor([number, -number], dtype=torch.float64, device=state.session.message_device)
+        state.session.groups[axis].allreduce([found], dist.ReduceOp.MAX).wait()
+        largest, smallest = found[0].item(), -found[1].item()
+        if largest != smallest:
+            raise UsageError(
+                f"{what}: expected the same number on all ranks, found {number:g} here, and {smallest:g} to {largest:g} on ranks that have "
+                "other parts of the model: it was computed of what each rank has alone; sum that up over the ranks with "
+                "torch.distributed.all_reduce, or compute it of model.state_dict()"
+            )
 
 
 def clipping_in_join(

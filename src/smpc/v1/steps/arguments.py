@@ -51,6 +51,9 @@ from torch import Tensor, nn
 from smpc.containers import rebuilt
 from smpc.errors import StepError
 from smpc.executor.transport.messages import WireFormat
+from smpc.nn.script_writes.slice_numbers import KINDS
+from smpc.nn.script_writes.slice_provenance import refuse_of_slices
+from smpc.nn.script_writes.slice_values import SlicePartValues, SliceValues
 from smpc.tracer.constants import is_constant, normalise
 from smpc.tracer.ir import TensorSpec, spec_of
 
@@ -58,6 +61,7 @@ Arguments = dict[str, Any]
 _PLAIN = frozenset(
     {list, tuple, dict, set, frozenset, str, int, float, bool, type(None)}
 )  # types that are checked quickly
+_OF_SLICES = KINDS | {SliceValues, SlicePartValues}
 
 
 class StepBody:
@@ -96,6 +100,8 @@ class StepBody:
         arguments: Arguments = dict(self._signature.bind(*args, **kwargs).arguments)
         if self._keywords in arguments:
             arguments.update(arguments.pop(self._keywords))
+        if not _OF_SLICES.isdisjoint(map(type, arguments.values())):
+            refuse_of_slices(f"step function {self.name}: an argument", *arguments.values())
         return arguments
 
     def call(self, arguments: Arguments) -> Any:

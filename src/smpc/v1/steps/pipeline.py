@@ -42,7 +42,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from smpc.absent.stage_attributes import AttributeWatch
+from smpc.absent.stage_attributes import AttributeWatch, Told
 from smpc.codegen.stage import StageModule
 from smpc.compile.result import Compilation
 from smpc.errors import StepError, UsageError
@@ -232,8 +232,9 @@ class Pipeline:
         self.saved_plan: Plan | None = None  # of the checkpoint to resume from
         self._phase = "between steps"
         self._is_done = False  # the instructions of this step
-        self._watches: dict[int, AttributeWatch] = {}  # by program that has not run yet
-        self._told: list[Any] = []  # by rank, what of attributes it has sent in this step
+        self._watches: dict[int, AttributeWatch] = {}  # by program
+        self._unwatched: set[int] = set()  # programs that have not run yet
+        self._told: list[Told] = []  # in this step
         self._given: list[GivenElsewhere] = []  # in this step, if rank 0 has told
         self._is_asked = False  # this step, without an error: what follows is not for this pipeline alone to give up
 
@@ -300,8 +301,9 @@ class Pipeline:
                 join.begin_step(trains=self._trains(body, self.programs.entries[program][0], program))
             with supervision.guard():
                 outcome = self._run(body, own, program, request)
-        if not attributes.is_empty:
+        if self._told:
             attributes.take(self._told)
+            self._told = []
         watch.loss = outcome.loss
         if outcome.description is not None:
             raise_error_on_all_ranks(outcome.description, outcome.failure)
@@ -370,10 +372,9 @@ class Pipeline:
                 None if tail is None else tail.on_output,
                 training=trains,
             )
-        if program in self._watches:
-            attributes.note(self._control.gather(self._watches.pop(program).changed()))
-        if not attributes.is_empty:
-            self._told = self._control.gather(attributes.own)
+        if program in self._unwatched or not attributes.is_empty:
+            self._unwatched.discard(program)
+            self._told = self._control.gather(attributes.told(self._watches[program].changed()))
         if self._context.placement.out_of_date:
             self._context.placement.note_written()
         self._phase, self._is_done = f"the end of step function {body.name}", True
@@ -611,6 +612,7 @@ class Pipeline:
             memory.trains.pop(program, None)  # knowledge of the replaced program
         self._runtime.install(compilation, program)
         own = compilation.programs[self._control.rank].stages
+        self._unwatched.add(program)
         self._watches[program] = AttributeWatch(context.module, {name for code in own for name in code.modules})
         if not self.programs.entries:
             self._modes.rebase()  # the parameters may have been replaced

@@ -124,7 +124,7 @@ def _clip(given: list[Tensor], max_norm: float, norm_type: float, error_if_nonfi
             "slices of that model and all of the others: clip them in two calls"
         )
     only = {id(tensor.grad) for tensor in given if tensor.grad is not None}
-    return clip_shared(model, float(max_norm), float(norm_type), only=only or {0}, finite=error_if_nonfinite)
+    return clip_shared(model, max_norm, float(norm_type), only=only or {0}, finite=error_if_nonfinite)
 
 
 def _get_total_norm(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -166,7 +166,7 @@ def _clip_grad_norm_of_fsdp1(original: Callable[..., Any]) -> Callable[..., Any]
         if slices_of(self) is None:
             found: Tensor = original(self, max_norm, norm_type)
             return found
-        return clip_shared(self, float(max_norm), float(norm_type))
+        return clip_shared(self, max_norm, float(norm_type))
 
     return clip_grad_norm_
 

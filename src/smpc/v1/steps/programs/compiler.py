@@ -177,7 +177,8 @@ class Compiler:
         """This rank's recording, with the trace that all ranks share."""
         recording: Recording | None = None
         failure: Exception | None = None
-        change = None if self._latest is None else self._latest.environment.difference()
+        with self._context.placement.attributes.as_before():
+            change = None if self._latest is None else self._latest.environment.difference()
         try:
             self._modes.check(signature.modes)
             recorded = self._recorded
