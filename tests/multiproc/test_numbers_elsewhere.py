@@ -70,6 +70,9 @@ def stages(rank, folder):
         with pytest.raises(UsageError, match="max_norm: expected the same number on all ranks, found"):
             clip(list(model.parameters()), 0.02 * float(own))
     assert all(torch.equal(each.grad, kept) for each, kept in zip(model.local_parameters(), before, strict=True))
+    with pytest.raises(UsageError, match=r"clip_value: expected the same number on all ranks, found"):
+        clip_grad_value_(list(model.parameters()), 0.02 * float(own), foreach=False)
+    clip_grad_value_(model.local_parameters(), 0.5)
     whole = sum(value.square().sum() for value in model.state_dict().values()) ** 0.5
     clip_grad_norm_(model.parameters(), 0.02 * float(whole))
     smp.shutdown()

@@ -88,7 +88,7 @@ def _clips_elements(original: Callable[..., Any]) -> Callable[..., Any]:
             is_ours = _is_ours(name, given)
             refused = is_ours and optimizer is not None and optimizer.has_taken_or_scales
         if is_ours:
-            refuse_of_slices(f"{name}: the value to clip by", *args[:1], *kwargs.values())
+            _check_value(name, args[0] if args else kwargs.get("clip_value", kwargs.get("max_norm")))
         if refused:
             raise UsageError(
                 f"{name}: the optimizer's fp32 masters take the model's gradients without the loss scale, so clipping these by a number is "
@@ -98,6 +98,15 @@ def _clips_elements(original: Callable[..., Any]) -> Callable[..., Any]:
         return original(parameters, *args, **kwargs)
 
     return clip
+
+
+def _check_value(name: str, value: Any) -> None:
+    """UsageError for a value to clip by that one process would not have. Collective over the ranks that have other parts of the model."""
+    refuse_of_slices(f"{name}: the value to clip by", value)
+    model = _model()
+    if name == "clip_grad_value_" and model is not None and model.partitioned:
+        with model.watch_exchange(name):
+            check_same_number(f"{name}: clip_value", float(value))
 
 
 _MAKERS = {
@@ -123,7 +132,8 @@ def clip_model(given: list[Tensor], max_norm: float, norm_type: float, error_if_
     if not model.partitioned:
         return torch.zeros(())  # no step has run, so there is no gradient
     parameters = [_parameter_of(tensor) for tensor in given]
-    check_same_number("clip_grad_norm_: max_norm", max_norm)
+    with model.watch_exchange("clip_grad_norm_"):
+        check_same_number("clip_grad_norm_: max_norm", max_norm)
     with clipping_in_join(model, parameters, max_norm, norm_type, error_if_nonfinite):
         if optimizer is not None and optimizer.has_masters:
             total: Tensor = optimizer.clip_gradients(given, max_norm, norm_type, error_if_nonfinite)

@@ -106,7 +106,9 @@ def clip_grad_norm_(
     with state.acting(state.script_with(given, "clip_grad_norm_")):
         optimizer = state.optimizer
         parameters = [_parameter_of(tensor) for tensor in given]
-        check_same_number("clip_grad_norm_: max_norm", float(max_norm))
+        model = _model()
+        with contextlib.nullcontext() if model is None else model.watch_exchange("clip_grad_norm_"):
+            check_same_number("clip_grad_norm_: max_norm", float(max_norm))
         with clipping_in_join(_model(), parameters, float(max_norm), float(norm_type), error_if_nonfinite):
             if optimizer is not None and optimizer.has_masters:
                 total: Tensor = optimizer.clip_gradients(given, max_norm, norm_type, error_if_nonfinite)
