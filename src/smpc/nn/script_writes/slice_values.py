@@ -224,8 +224,8 @@ def _run(name: str, func: Callable[..., Any], args: Sequence[Any], kwargs: Mappi
             raise empty.hide(name) from error
         raise UsageError(
             f"{name}: expected what can be computed without values of {empty.name!r}, which is {empty.holders or 'on another rank'}, found "
-            f"an error of torch's: {error}; change the whole parameter of model.state_dict(), and load it on every rank with "
-            "model.load_state_dict"
+            f"an error of torch's: {error}; look at it on a rank that has it, and to change it, change the whole parameter of "
+            "model.state_dict(), and load it on every rank with model.load_state_dict"
         ) from error
 
 
