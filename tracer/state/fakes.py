@@ -112,11 +112,7 @@ def _check_trained(
         groups[id(other)][1][0] for group in alike for other in group if other is not tensor and id(other) in groups
     ]
     if others:
-        raise TraceError(
-            f"expected parameters with memory of their own, found {name!r} and {others[0]!r} in the same: on another rank, one would not "
-            "see what the optimizer writes into the other; give one module the other's very parameter (a.weight = b.weight), or compute in "
-            "forward what belongs together"
-        )
+        raise _not_its_own(name, others[0])
 
 
 def untrained(name: str) -> TraceError:
@@ -268,12 +264,29 @@ def alike(group: Sequence[Tensor], device: torch.device | str) -> list[Tensor]:
 
 
 def on_meta(model: nn.Module) -> dict[int, Tensor]:
-    """Stand-ins on the meta device for buffers and attributes that share memory, by their ids."""
+    """Stand-ins on the meta device for parameters, buffers and attributes that share memory, by their ids."""
     found: dict[int, Tensor] = {}
     for group in overlaps(model):
-        pairs = zip(group, alike(group, "meta"), strict=True)
-        found.update((id(tensor), meta) for tensor, meta in pairs if not isinstance(tensor, nn.Parameter))
+        found.update((id(tensor), meta) for tensor, meta in zip(group, alike(group, "meta"), strict=True))
     return found
+
+
+def check_own_memory(model: nn.Module) -> None:
+    """TraceError for a trained parameter whose memory another tensor of the model has, too, before ranks divide the model."""
+    names = {id(tensor): name for name, tensor in (*model.named_buffers(), *model.named_parameters())}
+    for group in overlaps(model):
+        trained = next((each for each in group if id(each) in names and each.requires_grad), None)
+        others = [names.get(id(each), "an attribute of a module") for each in group if each is not trained]
+        if trained is not None and others:
+            raise _not_its_own(names[id(trained)], others[0])
+
+
+def _not_its_own(name: str, other: str) -> TraceError:
+    return TraceError(
+        f"expected parameters with memory of their own, found {name!r} and {other!r} in the same: on another rank, one would not "
+        "see what the optimizer writes into the other; give one module the other's very parameter (a.weight = b.weight), or compute in "
+        "forward what belongs together"
+    )
 
 
 def _touching(tensors: Iterable[Tensor]) -> Iterator[list[Tensor]]:

@@ -51,7 +51,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
 from torch.distributed.tensor import DTensor
 
 from smpc.config.keep import Keep
-from smpc.errors import ConfigUnsupportedError
+from smpc.errors import ConfigUnsupportedError, UsageError
 from smpc.sharding.backwards import Backwards
 from smpc.sharding.dtensors import has_hooks, local, own_part_of_sharded
 from smpc.sharding.forward_writes.writes import KeptWrites
@@ -317,9 +317,24 @@ def _made_unit(
     )
     hook_what_is_viewed(made)
     keep_containers(module)
+    module.register_forward_pre_hook(_refuse_replaced, prepend=True)
     if unit.divisor is not None:
         made.set_gradient_divide_factor(unit.divisor)
     return made
+
+
+def _refuse_replaced(module: nn.Module, _: Any) -> None:
+    """UsageError before a unit runs with other tensors in the place of its parameters: torch gathers its own, and they would be ignored."""
+    group: Any = cast(FSDPModule, module)._get_fsdp_state()._fsdp_param_group
+    for each in group.fsdp_params if group is not None and group.is_sharded else ():
+        info = each._module_info
+        held = info.module._parameters.get(info.param_name)
+        if held is not each.sharded_param and held is not getattr(each, "_unsharded_param", None):
+            raise UsageError(
+                f"expected parameter {info.param_name!r} of a {type(info.module).__name__} in its place when its block runs, found another "
+                "tensor (torch.func.functional_call, or an assignment): a block whose parameters are in parts gathers its own, and would "
+                "ignore it; compute with that tensor by a function of torch.nn.functional"
+            )
 
 
 def keep_in_step(models: Mapping[str, Sharded], mesh: DeviceMesh) -> InStep | None:
@@ -488,7 +503,7 @@ def _of_scripts(hooks: Mapping[int, Any]) -> OrderedDict[int, Any]:
 
 def _is_of_units(hook: Any) -> bool:
     bound = getattr(hook.func if isinstance(hook, functools.partial) else hook, "__self__", None)
-    return hook is without_lost_hooks or isinstance(bound, FSDPState | Backwards | InStep)
+    return hook in (without_lost_hooks, _refuse_replaced) or isinstance(bound, FSDPState | Backwards | InStep)
 
 
 def exchange(model: nn.Module, exchanged: Mapping[nn.Parameter, nn.Parameter]) -> None:

@@ -335,16 +335,17 @@ class Placement:
     def skeleton(self) -> Iterator[None]:
         """Puts tensors of the original sizes into the model, for recording it."""
         state = FakeState()
-        for name, tensor in self._state().items():
-            stand_in = (
-                nn.Parameter(self._skeleton[name], requires_grad=tensor.requires_grad)
-                if name in self._parameters
-                else _meta(tensor)
-            )
-            stand_in.__dict__ = tensor.__dict__  # attributes set by scripts: guards watch this dict object
-            state.by_original[id(tensor)] = stand_in
         with self.attributes.as_before():
-            state.by_original.update(on_meta(self._model))
+            together = on_meta(self._model)
+            state.by_original.update(together)
+            for name, tensor in self._state().items():
+                if name in self._parameters:
+                    meta = self._skeleton[name] if self.is_spread else together.get(id(tensor), self._skeleton[name])
+                    stand_in: Tensor = nn.Parameter(meta, requires_grad=tensor.requires_grad)
+                else:
+                    stand_in = together.get(id(tensor), _meta(tensor))
+                stand_in.__dict__ = tensor.__dict__  # attributes set by scripts: guards watch this dict object
+                state.by_original[id(tensor)] = stand_in
             with installed(self._model, state):
                 yield
 

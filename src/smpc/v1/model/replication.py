@@ -56,6 +56,7 @@ from smpc.nn.script_writes.between_steps import notice_again
 from smpc.sharding import ShardingOptions, Unit, find_units
 from smpc.sharding.dtensors import local
 from smpc.sharding.wide_gradients import widen
+from smpc.tracer.state.fakes import check_own_memory
 from smpc.v1.session.process_state import Session
 from smpc.v1.session.wait_limits import exchange
 from smpc.v1.steps.context import StepContext
@@ -142,6 +143,7 @@ class Replication:
         experts = context.experts
         apart = None if experts is None else experts.apart(stages, shard_mesh(session, of_experts=True))
         note_parts()
+        check_own_memory(context.module)
         shards: StageShards | ModuleShards
         with exchange("dividing parameters over the replicas"):
             if not context.has_program:
