@@ -300,6 +300,7 @@ SHOWN = {
     "float(d.norm()), str(d.norm()), d.numel()": False,
     "str(p), p.shape, f'{p.shape[1]}', f'{sum(q.numel() for q in ps):,}'": False,
     "torch.tensor(p.norm().item())": False,
+    "float(p.norm().item())": True,
 }
 
 

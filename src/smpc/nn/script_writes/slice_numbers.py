@@ -64,11 +64,15 @@ class SliceNumber(_Shown, float):
         found.of = of
         return found
 
+    def __float__(self) -> float:
+        warn_of_shown("float(...)")
+        return float.__float__(self)
+
     def __int__(self) -> int:
         raise decided("int(...)", self.of)
 
     def __reduce__(self) -> Any:
-        return float, (float(self),)
+        return float, (float.__float__(self),)
 
 
 class SliceInt(_Shown, int):
@@ -153,7 +157,7 @@ def ordinary(tree: Any) -> Any:
 
 
 def _ordinary_number(number: Any) -> Any:
-    return int.__index__(number) if isinstance(number, int) else float(number)
+    return int.__index__(number) if isinstance(number, int) else float.__float__(number)
 
 
 @functools.cache
