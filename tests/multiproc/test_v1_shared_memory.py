@@ -7,6 +7,7 @@ from torch import nn
 
 import smpc.v1 as smp
 from smpc.errors import SmpcError
+from smpc.fsdp import FSDPConfig, prepare
 
 CONFIGS = {
     "stages": {"pipeline_parallel_degree": 2},
@@ -48,3 +49,14 @@ def work(rank, folder, config, kind):
 @pytest.mark.parametrize("name", CONFIGS)
 def test_other_tensors_in_the_memory_of_a_parameter_are_refused(tmp_path, name, kind):
     run_workers(work, 2, tmp_path, CONFIGS[name], kind)
+
+
+def prepares(rank, folder, kind):
+    with pytest.raises(SmpcError, match=r"in the same: on another rank"):
+        prepare(Reads(kind), FSDPConfig.read({}), "fp32")
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("kind", ["buffer", "attribute"])
+def test_a_prepared_model(tmp_path, kind):
+    run_workers(prepares, 2, tmp_path, kind)

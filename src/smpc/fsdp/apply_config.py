@@ -39,6 +39,7 @@ from smpc.sharding import Keep, Sharded, ShardingOptions, Unit, shard
 from smpc.sharding.dtensors import as_state_of, local
 from smpc.sharding.in_step import InStep
 from smpc.sharding.shard import Incoming, check_gradients_of_parts, keep_in_step, own_modules
+from smpc.tracer.state.fakes import check_own_memory
 
 
 @dataclass(slots=True)
@@ -119,6 +120,7 @@ def prepare(
     slices = 1 if tensor is None else tensor.tensor_parallel_degree
     degrees = config.degrees(*data_sizes(slices))
     _check_options(units, config)
+    check_own_memory(model)
     own = over_all((_group_to_prepare(unit, config) for each in units.values() for unit in each), slices)
     if slices > 1:
         check_beside(config)
