@@ -14,6 +14,7 @@ these is in the place of something else, not if a list or an object is changed i
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NoReturn
@@ -26,7 +27,7 @@ Attribute = tuple[str, str]  # the name of a module, and of its attribute
 Told = tuple[tuple[Attribute, ...], dict[Attribute, Any]]
 _OF_MODULES = frozenset(vars(nn.Module()))
 _COMPARED = (type(None), bool, int, float, complex, str, bytes)
-_GONE = object()
+_OTHER = object()
 _OPERATORS = (
     "add", "radd", "sub", "rsub", "mul", "rmul", "truediv", "rtruediv", "floordiv", "rfloordiv", "mod", "rmod", "pow", "rpow", "matmul",
     "rmatmul", "neg", "pos", "abs", "round", "lt", "le", "gt", "ge", "eq", "ne", "bool", "int", "float", "index", "len", "iter", "getitem",
@@ -45,23 +46,32 @@ class AttributeWatch:
             for path, each in model.get_submodule(name).named_modules()
         )
         self._before = {
-            (name, key): value
+            (name, key): _kept(value)
             for name, each in inside
             for key, value in vars(each).items()
             if key not in _OF_MODULES and not key.startswith("_smpc")
         }
-        self._names = tuple(dict.fromkeys(name for name, _ in self._before))
 
     def changed(self) -> list[Attribute]:
-        """The attributes in whose place there is something else now."""
+        """The attributes in whose place there is another number, text or tensor now."""
         found = []
         for attribute, before in self._before.items():
             name, key = attribute
-            now = vars(self._model.get_submodule(name)).get(key, before)
-            is_same = now is before or (type(now) is type(before) and isinstance(now, _COMPARED) and now == before)
+            now = vars(self._model.get_submodule(name)).get(key, _OTHER)
+            if isinstance(now, Tensor):
+                is_same = isinstance(before, weakref.ref) and before() is now
+            else:
+                is_same = now is before or (type(now) is type(before) and now == before)
             if not is_same and isinstance(now, (Tensor, *_COMPARED)):
                 found.append(attribute)
         return found
+
+
+def _kept(value: Any) -> Any:
+    """What a value is compared by later. Tensors are not kept alive."""
+    if isinstance(value, Tensor):
+        return weakref.ref(value)
+    return value if isinstance(value, _COMPARED) else _OTHER
 
 
 class StaleValue:
@@ -112,7 +122,7 @@ class StageAttributes:
     def told(self, changed: Collection[Attribute]) -> Told:
         """After a step: which attributes of the modules that this rank runs have changed, now or before, and what can be sent of them."""
         self._own |= dict.fromkeys(changed)
-        held = {attribute: self._table(attribute).get(attribute[1], _GONE) for attribute in self._own}
+        held = {attribute: self._table(attribute).get(attribute[1], _OTHER) for attribute in self._own}
         return tuple(self._own), {each: value for each, value in held.items() if isinstance(value, _COMPARED)}
 
     def take(self, told: Sequence[Told]) -> None:
