@@ -370,7 +370,7 @@ class StateSpec:
         return self.names[0]
 
 
-_LEFT_OUT = ("differentiating", "overwritten")  # of JSON, where they are empty
+_LEFT_OUT = ("differentiating", "overwritten", "written", "left", "left_leaves")  # of JSON, where they are empty
 
 
 @dataclass(frozen=True)
@@ -393,6 +393,9 @@ class Trace:
     overwritten: tuple[
         tuple[str, str, str], ...
     ] = ()  # state that forward overwrites and the backward needs: name, read, written where
+    written: tuple[str, ...] = ()  # inputs that forward writes into, if output_leaves goes on with what it leaves there
+    left: Structure | None = None  # of the inputs after the run, if forward changes their containers
+    left_leaves: tuple[Any, ...] = ()  # the leaves of `left`, unless output_leaves goes on with them
     _index: dict[str, int] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -432,6 +435,11 @@ class Trace:
                 live.append(node.name)
                 wanted.update(node.inputs)
         return frozenset(live)
+
+    def computes_with(self, name: str) -> bool:
+        """Whether what matters needs the input of this name, as the model's forward calls it."""
+        names = {node.name for node in self.nodes if node.kind is NodeKind.PLACEHOLDER and node.target == name}
+        return not names.isdisjoint(self.live)
 
     @property
     def output_names(self) -> tuple[str, ...]:

@@ -62,6 +62,8 @@ class _Meaning:
             self._tree(trace.input_leaves),
             trace.output,
             self._tree(trace.output_leaves),
+            trace.left,
+            self._tree(trace.left_leaves),
             [(state.names, state.spec, state.is_persistent) for state in (*parameters, *buffers)],
             sorted(map(_hash, calls)),
             sorted(map(_hash, guards)),

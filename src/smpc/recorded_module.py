@@ -35,6 +35,7 @@ from smpc.tracer.environment.environment_guards import Environment
 from smpc.tracer.environment.object_identity import moved
 from smpc.tracer.input_guards import broken_guard
 from smpc.tracer.ir import Trace
+from smpc.tracer.left_inputs import LeftInputs
 from smpc.tracer.record import Recording, record_guarded
 from smpc.tracer.replay import input_values
 
@@ -125,7 +126,7 @@ class RecordedModule(nn.Module, ABC):
         trace = program.traced.trace
         by_name = dict(zip(trace.output_names, outputs, strict=True))
         device = next(iter(values.values())).device if values else torch.device("cpu")
-        return outputs_of(trace, by_name, device, copied=program.copied)
+        return outputs_of(trace, by_name, device, (args, kwargs), copied=program.copied)
 
     def _check_model(self, program: Program) -> None:
         """StepError if the program no longer matches the model; else sets the state that a run of the model itself would leave."""
@@ -207,14 +208,20 @@ def outputs_of(
     trace: Trace,
     values: Mapping[str, Tensor],
     device: torch.device,
+    inputs: Any,
     finish: Callable[[int, Any], Any] = lambda position, value: value,
     copied: frozenset[str] = frozenset(),
 ) -> Any:
-    """The model's result, built from the values by name. `finish` gets each leaf and its position. `copied`: without gradients."""
+    """The model's result, built from the values by name; what it leaves in the containers of its inputs is put there.
+
+    `finish` gets each leaf and its position. `copied`: without gradients.
+    """
     leaves = (map_references(leaf, lambda name: values[name]) for leaf in trace.output_leaves)
     found = (device if isinstance(leaf, TraceDevice) else leaf for leaf in leaves)
     finished = [finish(position, leaf) for position, leaf in enumerate(found)]
     for leaf, value in zip(trace.output_leaves, finished, strict=True):
         if isinstance(leaf, Ref) and leaf.name in copied:
             without_gradient(value)
+    if trace.left is not None:
+        LeftInputs(trace.inputs, trace.left, finished[trace.output.num_leaves :]).put_into(inputs)
     return trace.output.unflatten(finished)

@@ -36,6 +36,7 @@ from torch.utils.hooks import RemovableHandle
 from smpc.absent.half_trained import HalfTrained
 from smpc.changes_after_compile import KeptParameters, LateHooks, StateHook
 from smpc.codegen.program import RankProgram, split_backwards
+from smpc.codegen.rewrite.outputs import written_inputs
 from smpc.codegen.rewrite.tensor_parallel.rewrite import CONTEXT, GROUP, group_attribute
 from smpc.codegen.rewrite.tensor_parallel.strategy import draws
 from smpc.codegen.stage import StageModule, build_stage, compile_stage
@@ -65,6 +66,7 @@ from smpc.tracer.constants import Ref, TraceDevice
 from smpc.tracer.environment.environment_guards import Environment
 from smpc.tracer.input_guards import broken_guard
 from smpc.tracer.ir import NodeKind, Trace
+from smpc.tracer.left_inputs import LeftInputs
 from smpc.tracer.replay import input_values, is_as_traced
 from smpc.tracer.state.state_use import StateUse
 from smpc.tracer.structure import flatten
@@ -75,6 +77,7 @@ if TYPE_CHECKING:
 _numbers = itertools.count()  # of runtimes
 Roots = Sequence[tuple[Tensor, Tensor | None]]
 OnOutput = Callable[[int, Any], Roots | None]
+OnLeft = Callable[[int, LeftInputs], None]
 
 
 class RankPrograms:
@@ -102,7 +105,7 @@ class RankPrograms:
         self.num_ranks = len(compilation.programs)
         self.batch = _batch_size(compilation.trace, compilation.plan)
         self.flops = _flops_of_step(compilation.trace, compilation.plan)
-        self._read_inputs, self._written_inputs = _input_reader(compilation.trace), _written_inputs(compilation.trace)
+        self._read_inputs, self._written_inputs = _input_reader(compilation.trace), written_inputs(compilation.trace)
         codes = [code for each in compilation.programs for code in each.stages]
         shared = (item.name for item in compilation.plan.shared_parameters)
         self._late_hooks = LateHooks(model, compilation.trace, codes, shared)
@@ -149,12 +152,13 @@ class RankPrograms:
         """The model's input tensors of every microbatch, by placeholder name, on the device; copies of tensors that the model writes
         into.
 
-        Raises StepError for another number of microbatches than planned, a tensor whose gradient would leave the pipeline, or inputs whose
-        values violate the trace's guards.
+        Raises StepError for another number of microbatches than planned, a tensor whose gradient would leave the pipeline, inputs whose
+        values violate the trace's guards, or microbatches that share a tensor that the model writes into.
         """
         if len(microbatches) != self._num_microbatches:
             raise StepError(f"the program runs {self._num_microbatches} microbatches, found {len(microbatches)}")
         found = []
+        shared: dict[tuple[str, int], int] = {}
         for index, (args, kwargs) in enumerate(microbatches):
             values = self._read_inputs(args, kwargs)
             for name, tensor in values.items():
@@ -170,11 +174,21 @@ class RankPrograms:
                     f"traced and is {broken[1]} here; compile it for such inputs"
                 )
             for name in self._written_inputs:
+                self._check_own(name, values[name], index, shared)
                 values[name] = values[name].clone()
             for name, tensor in values.items():
                 values[name] = tensor.to(self._device, non_blocking=True)
             found.append(values)
         return found
+
+    def _check_own(self, name: str, tensor: Tensor, index: int, seen: dict[tuple[str, int], int]) -> None:
+        """StepError for a tensor into which the model writes in two microbatches: the second would read what the first has written."""
+        first = seen.setdefault((name, tensor.data_ptr()), index) if tensor.numel() else index
+        if first != index:
+            raise StepError(
+                f"model input {name}: expected a tensor of its own for each microbatch, as the model's forward writes into it, found the "
+                f"same in microbatches {first} and {index}; let it be split, or have forward write into a copy (.clone())"
+            )
 
     def held(self) -> Iterator[Tensor]:
         """Parameters, their gradients, and buffers."""
@@ -276,9 +290,18 @@ class Runtime:
         return number
 
     def run(
-        self, program: int, microbatches: Sequence[Inputs] | None, on_output: OnOutput | None, *, training: bool
+        self,
+        program: int,
+        microbatches: Sequence[Inputs] | None,
+        on_output: OnOutput | None,
+        *,
+        training: bool,
+        on_left: OnLeft | None = None,
     ) -> None:
         """One step: forwards and, when `training`, backwards of all microbatches.
+
+        The model gets copies of inputs that its forward changes. Where it changes any, `on_left(microbatch, left)` is called before
+        `on_output`, on the same rank: `left.put_into((args, kwargs))` changes such inputs as forward has changed its copies.
 
         UsageError if it trains, and the rank of the last stage has no `on_output`, or one that does not return roots. Where a rank raises
         in the middle of a step, the others raise PeerError with its traceback, and the transport is closed.
@@ -296,9 +319,9 @@ class Runtime:
             self._kept.check()
         interpreter = self._running = programs.interpreter(training)
         inputs = None if microbatches is None else programs.placeholders(microbatches)
-        output = (
-            None if on_output is None else restored(programs.trace, on_output, self.device, programs.copied_outputs)
-        )
+        output = None
+        if on_output is not None:
+            output = restored(programs.trace, on_output, self.device, programs.copied_outputs, on_left)
         observer = self._observer
         is_told = self._others is not None and programs.num_ranks > 1
         told = told_to_peers(self._name, self._rank, interpreter.close) if is_told else contextlib.nullcontext()
@@ -610,12 +633,6 @@ def _labels_in_runtime_errors(trace: Trace) -> dict[str, str]:
     return {name: f"{name} of module {fqn}" for name, fqn in makers.items() if fqn}
 
 
-def _written_inputs(trace: Trace) -> tuple[str, ...]:
-    """Inputs that the model changes in place, by placeholder name."""
-    written = {trace.node(name).storage for node in trace.nodes for name in node.mutates}
-    return tuple(node.name for node in trace.nodes if node.kind is NodeKind.PLACEHOLDER and node.storage in written)
-
-
 def _check_model(model: nn.Module, compilation: Compilation) -> None:
     """Raise UsageError for a model that is not placed as the compilation says."""
     if compilation.sharded is not None and GROUP not in vars(model):
@@ -636,16 +653,23 @@ def _check_model(model: nn.Module, compilation: Compilation) -> None:
 
 
 def restored(
-    trace: Trace, on_output: OnOutput, device: torch.device, copied: frozenset[str] = frozenset()
+    trace: Trace,
+    on_output: OnOutput,
+    device: torch.device,
+    copied: frozenset[str] = frozenset(),
+    on_left: OnLeft | None = None,
 ) -> Callable[[int, tuple[Tensor, ...]], Roots | None]:
     """`on_output` for the interpreter: it gets the last stage's tensors, the user the model's output, `copied` without gradients."""
     positions = {name: i for i, name in enumerate(trace.output_names)}
+    inputs = {leaf.name: i for i, leaf in enumerate(trace.input_leaves) if isinstance(leaf, Ref)}
+    written = [inputs[name] for name in trace.written]
+    end, changes = trace.output.num_leaves, bool(written) or trace.left is not None
     apart = [positions[name] for name in trace.output_names if name in copied]
 
     def call(microbatch: int, outputs: tuple[Tensor, ...]) -> Roots | None:
         for position in apart:
             without_gradient(outputs[position])
-        leaves = [
+        leaves: list[Any] = [
             outputs[positions[leaf.name]]
             if isinstance(leaf, Ref)
             else device
@@ -653,6 +677,9 @@ def restored(
             else leaf
             for leaf in trace.output_leaves
         ]
+        if on_left is not None and changes:
+            changed = list(zip(written, leaves[end:], strict=False))
+            on_left(microbatch, LeftInputs(trace.inputs, trace.left, leaves[end + len(written) :], changed))
         return on_output(microbatch, trace.output.unflatten(leaves))
 
     return call

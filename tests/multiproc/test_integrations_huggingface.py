@@ -58,6 +58,26 @@ def test_it_trains_evaluates_and_saves_as_the_trainer_does(tmp_path):
     )  # the Trainer's own files: it goes on where the pipeline was
 
 
+@pytest.mark.long
+def test_means_over_labels_that_count_are_the_batchs(tmp_path):
+    """Of a model that does not divide by the number of items, and of a script that does not tell it."""
+    check_models(["masked", "own loss"], tmp_path)
+
+
+def checkpointed(rank, folder):
+    as_rank(rank, 2)
+    found = train("gpt2", folder / "pipeline", PIPELINE, activation_checkpointing=True)
+    smp.shutdown()
+    return found
+
+
+@pytest.mark.slow
+def test_the_trainers_activation_checkpointing(tmp_path):
+    expected = train("gpt2", tmp_path / "plain", activation_checkpointing=True)
+    for found in run_workers(checkpointed, 2, tmp_path):
+        check_equal(found["logged"], expected["logged"])
+
+
 @pytest.mark.slow
 def test_it_trains_other_models_as_the_trainer_does(tmp_path):
     """A Llama, and a BERT whose mean of squares no number of items divides."""

@@ -6,6 +6,7 @@ import torch
 from torch.utils.data import Dataset
 from transformers import (
     BertConfig,
+    BertForMaskedLM,
     BertForSequenceClassification,
     GPT2Config,
     GPT2LMHeadModel,
@@ -46,7 +47,7 @@ def build(name, dropout=0.0):
 
         config = LoraConfig(r=4, lora_alpha=8, target_modules=["q_proj", "v_proj"], lora_dropout=dropout)
         return get_peft_model(build("llama"), config)
-    if name == "gpt2":
+    if name in ("gpt2", "own loss"):
         drops = {"resid_pdrop": dropout, "embd_pdrop": dropout, "attn_pdrop": dropout}
         sizes = {"vocab_size": VOCABULARY, "n_positions": 32, "n_embd": 16, "n_layer": 3, "n_head": 2}
         return GPT2LMHeadModel(GPT2Config(**sizes, **drops, bos_token_id=0, eos_token_id=0))
@@ -55,6 +56,8 @@ def build(name, dropout=0.0):
     drops = {"hidden_dropout_prob": dropout, "attention_probs_dropout_prob": dropout}
     if name == "vit":
         return ViTForImageClassification(ViTConfig(**SMALL, **drops, image_size=8, patch_size=4, num_labels=5))
+    if name == "masked":  # its loss is a mean over the tokens of a batch that are masked
+        return BertForMaskedLM(BertConfig(**SMALL, **drops, vocab_size=VOCABULARY))
     # Its loss is a mean of squares, which does not know how many items all batches of an update have.
     return BertForSequenceClassification(
         BertConfig(**SMALL, **drops, vocab_size=VOCABULARY, num_labels=1, problem_type="regression")
@@ -96,6 +99,17 @@ def arguments(folder, **options):
     )  # fmt: skip
 
 
+def with_own_loss(base):
+    """A trainer that takes the model's own loss, as scripts do, without the number of items."""
+
+    class OwnLoss(base):
+        def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+            outputs = model(**inputs)
+            return (outputs.loss, outputs) if return_outputs else outputs.loss
+
+    return OwnLoss
+
+
 def measure(prediction):
     return {"sum": float(abs(prediction.predictions).sum()), "number": len(prediction.predictions)}
 
@@ -117,12 +131,13 @@ def train(name, folder, pipeline=None, dropout=0.0, resume=None, **options):
         "model": build(name, dropout), "args": arguments(folder, **options), "train_dataset": Data(name),
         "eval_dataset": Data(name), "compute_metrics": measure, "callbacks": [seen],
     }  # fmt: skip
+    own = with_own_loss if name == "own loss" else lambda base: base
     if pipeline is None:
-        trainer = Trainer(**given)
+        trainer = own(Trainer)(**given)
     else:
         from smpc.integrations.huggingface import PipelineTrainer
 
-        trainer = PipelineTrainer(pipeline, **given)
+        trainer = own(PipelineTrainer)(pipeline, **given)
     trainer.train(resume_from_checkpoint=resume)
     watched = {*WATCHED, "step"} - (
         {"total_flos"} if name == "plain" else set()

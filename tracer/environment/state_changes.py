@@ -265,7 +265,7 @@ def _form_of_trace(trace: Trace, cached: frozenset[str]) -> Any:
         context = (node.grad_enabled, node.autocast, node.random)
         form.append((node.kind, node.target, names.within((node.args, node.kwargs)), node.spec, writes, context))
         names.ordinary[node.name] = len(names.ordinary)
-    return form, names.within(trace.output_leaves)
+    return form, names.within((*trace.output_leaves, *trace.left_leaves))
 
 
 class _PositionNumbers:

@@ -29,6 +29,7 @@ from smpc.tracer.effects.torch_calls import CallModes, dense, running_statistics
 from smpc.tracer.environment.reads import Reads
 from smpc.tracer.input_guards import Answers, Questions, is_fixed
 from smpc.tracer.ir import STRIDED_VIEW, ModuleCall, Node, NodeKind, TensorSpec, Trace, strided_view_arguments
+from smpc.tracer.left_inputs import left_in
 from smpc.tracer.operations.left_behind import LeftBehind
 from smpc.tracer.operations.meter import WAY_OUT, DtypeError, Meter, moved_bytes
 from smpc.tracer.operations.value_queries import (
@@ -119,6 +120,8 @@ class Recorder(TorchFunctionMode):
         self._leaf_calls = LeafCalls(self, self._tensors, self._names)
         self.watch = EffectWatch(self, model, closely)
         self._inputs: tuple[Structure, tuple[Any, ...]] = (Structure(), ())
+        self._given: Any = ((), {})  # to forward
+        self._given_leaves: list[Any] = []
         self.modes_of_calls = CallModes(device)
         self._state_storage = [self._tensors.storage(fake) for fake in state.fakes]
         self._state_storages = frozenset(self._state_storage)
@@ -153,14 +156,20 @@ class Recorder(TorchFunctionMode):
                 fakes.append(leaf)
                 refs.append(normalise(leaf) if is_constant(normalise(leaf)) else Opaque(type(leaf).__name__))
         self._inputs = (structure, tuple(refs))
-        built = structure.unflatten(fakes)
-        return built[0], built[1]
+        self._given, self._given_leaves = structure.unflatten(fakes), fakes
+        return self._given[0], self._given[1]
 
     def finish(self, output: Any) -> Trace:
         """The trace of the run that returned `output`."""
         leaves, structure = flatten(output)
         structure.check_classes()
         outputs = tuple(self.references.argument(leaf, "the model's output") for leaf in leaves)
+        left = left_in(
+            self._given,
+            self._given_leaves,
+            self._inputs[0],
+            lambda leaf: self.references.argument(leaf, "what forward leaves in its inputs"),
+        )
         specs = tuple(
             type(spec)(spec.names, spec.spec, spec.is_parameter, spec.is_persistent, storage)
             for spec, storage in zip(self.state.specs, self._state_storage, strict=True)
@@ -186,6 +195,8 @@ class Recorder(TorchFunctionMode):
             self.regions.finished(calls),
             tuple(self.differentiating),
             self.watch.overwritten(specs, nodes, outputs),
+            left=left[0],
+            left_leaves=left[1],
         )
 
     def _settled(self, node: Node, is_written: bool) -> Node:

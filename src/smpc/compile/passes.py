@@ -32,7 +32,7 @@ from smpc.codegen.rewrite.context_parallel.rules import CALLS
 from smpc.codegen.rewrite.expert_parallel import Experts, divide_experts, parts_of_experts, recorded_inside, shares_of
 from smpc.codegen.rewrite.kernels import Rewritten, rewrite_kernels, select_rewrites
 from smpc.codegen.rewrite.opened_attention import open_attention
-from smpc.codegen.rewrite.outputs import keep_outputs
+from smpc.codegen.rewrite.outputs import keep_outputs, return_left_inputs, return_written_inputs
 from smpc.codegen.rewrite.tensor_parallel.expert_rules import whole_expert_rules
 from smpc.codegen.rewrite.tensor_parallel.rewrite import RING, rewrite
 from smpc.codegen.rewrite.tensor_parallel.strategy import Facts, Rule
@@ -147,8 +147,9 @@ def compile_batch(
         recording = record_guarded(model, request, (*options.leaf_modules, *inside))
     if options.tensor_parallel_degree > 1 or options.context_parallel_degree > 1:
         show("Choosing layouts")
+    trace = return_written_inputs(recording.trace)
     traced = rewrite_trace(
-        recording.trace, options, Sharing.of(model, options), context=ContextSharing.of(model, options), experts=experts
+        trace, options, Sharing.of(model, options), context=ContextSharing.of(model, options), experts=experts
     )
     traced = measure_trace(traced, options, model, inputs, show)
     show("Solving the partition")
@@ -201,6 +202,7 @@ def rewrite_trace(
     `experts`: those that `options.expert_parallel_degree` ranks divide among them.
     """
     sharded, shared, divided = None, None, None
+    trace = return_left_inputs(trace)
     if experts:
         divided = divide_experts(trace, experts, options.expert_parallel_degree)
         trace = divided.trace

@@ -203,7 +203,8 @@ class InPlace(InstalledView):
         trace = program.traced.trace
         named = dict(zip(trace.output_names, found, strict=True))
         traced = program.traced
-        return outputs_of(trace, named, device, lambda at, value: self.finish(traced, at, value), program.copied)
+        finish = functools.partial(self.finish, traced)
+        return outputs_of(trace, named, device, (args, kwargs), finish, program.copied)
 
     def begin(self, traced: Traced, device: torch.device) -> None:
         """Called before a program runs."""

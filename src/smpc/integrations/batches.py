@@ -48,10 +48,10 @@ def microbatches_of(batch: Any) -> list[Any]:
     return [map_tensors(functools.partial(part, index=index), batch) for index in range(number)]
 
 
-def warn_of_uneven_labels(batch: Any, remedy: str) -> bool:
-    """Warn, and return True, if microbatches of a batch have different numbers of labels that count.
+def uneven_labels(batch: Any) -> list[int]:
+    """How many labels that count each microbatch of a batch has, if it is not the same number in all; else none.
 
-    The mean of the microbatches' means then differs from the mean over the batch's labels. `remedy`: what to do.
+    The mean of the microbatches' means then differs from the mean over the batch's labels.
     """
     microbatches = smp.state.cfg.microbatches
     for value in tree_leaves(batch):
@@ -64,13 +64,20 @@ def warn_of_uneven_labels(batch: Any, remedy: str) -> bool:
             continue
         counts = (value != IGNORED).reshape(microbatches, -1).sum(dim=1)
         if (counts != counts[0]).any():
-            warnings.warn(
-                f"the microbatches of a batch have {counts.tolist()} labels other than {IGNORED}: the loss is the mean of their means, and "
-                f"not the mean over the batch; {remedy}",
-                stacklevel=2,
-            )
-            return True
-    return False
+            found: list[int] = counts.tolist()
+            return found
+    return []
+
+
+def warn_of_uneven_labels(counts: list[int], remedy: str) -> bool:
+    """Warn, and return True, if there are any counts (`uneven_labels`). `remedy`: what to do."""
+    if counts:
+        warnings.warn(
+            f"the microbatches of a batch have {counts} labels other than {IGNORED}: the loss is the mean of their means, and not the mean "
+            f"over the batch; {remedy}",
+            stacklevel=2,
+        )
+    return bool(counts)
 
 
 def joined(value: Any, *, whole: bool) -> Any:

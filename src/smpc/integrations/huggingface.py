@@ -15,8 +15,9 @@ Terms
     batch           `per_device_train_batch_size` samples of one replica, cut into the microbatches of a step. One that does not divide
                     runs whole in every microbatch: slower, and the same gradients
     num_items       the items of all batches of one update, by which models divide the sum of their losses. A microbatch gets its share,
-                    `num_items / microbatches`, and the mean over microbatches is then the loss of the batch: for a model that divides by
-                    it, and for one that returns a mean
+                    `num_items / microbatches`, and the mean over microbatches is then the loss of the batch, for a model that divides by
+                    it. A mean over the labels that count is weighed by their number (`smpc.integrations.label_means`). Any other mean
+                    is taken as it is
 
 Files are in the Trainer's format: `model.safetensors`, and `optimizer.pt` of the whole model, so that a job on another number of ranks,
 or the Trainer itself, resumes them.
@@ -38,7 +39,8 @@ from torch.utils._pytree import tree_leaves
 import smpc.v1 as smp
 from smpc.errors import ConfigError, ConfigUnsupportedError, StepError, UsageError
 from smpc.integrations.accelerate import PipelineAccelerator
-from smpc.integrations.batches import divides, joined, start, warn_of_uneven_labels
+from smpc.integrations.batches import divides, joined, start, uneven_labels, warn_of_uneven_labels
+from smpc.integrations.label_means import LabelMean
 from smpc.integrations.whole_batch_check import HeardModel, Rehearsal, changed, check_loss_is_mean, marks
 
 try:
@@ -47,6 +49,9 @@ try:
 except ModuleNotFoundError as error:
     needed = f"smpc.integrations.huggingface needs {error.name}: pip install 'smpc[hf,accelerate]'"
     raise ModuleNotFoundError(needed, name=error.name) from error
+
+_REMEDY = "give forward an argument num_items_in_batch, or pass a compute_loss_func, to divide by the items of the whole batch"
+_CHECKPOINTING = ("activation_checkpointing_enable", "gradient_checkpointing_enable")
 
 
 class PipelineTrainer(Trainer):  # type: ignore[misc]
@@ -74,7 +79,9 @@ class PipelineTrainer(Trainer):  # type: ignore[misc]
         _check_training_arguments(bound)
         self._has_warned = False
         self._rehearsals = Rehearsal(), Rehearsal()  # of training and of evaluation
+        self._label_means = LabelMean(), LabelMean()
         self._runs_whole = False  # the batch, which does not divide, in every microbatch
+        self._batch: Mapping[str, Any] = {}  # the one that runs
         self._given_args = bound.get("args") or TrainingArguments(output_dir="tmp_trainer")
         start(
             pipeline,
@@ -88,6 +95,9 @@ class PipelineTrainer(Trainer):  # type: ignore[misc]
         base = getattr(module, "get_base_model", None)
         if callable(base):  # an adapter of peft passes its arguments on: the columns of a batch are the inner model's
             self.model.show_signature(base())
+        for name in _CHECKPOINTING:  # which the Trainer calls as training begins
+            if callable(enable := getattr(module, name, None)):
+                vars(self.model)[name] = enable
         self.callback_handler.model = self.model
         self._num_counted = _num_counted(module)
         self._mixed_mesh_grads = False  # no DTensors: the Trainer need not look at gradients that other ranks have
@@ -168,7 +178,9 @@ class PipelineTrainer(Trainer):  # type: ignore[misc]
 
     def compute_checked(self, model: Any, inputs: dict[str, Any], share: Tensor | None, *, outputs: bool) -> Any:
         """`compute_loss` of a microbatch. Raises StepError if it changes the trainer, or if its mean is not the batch's loss."""
-        before, given, heard = self._marks(), dict(inputs), HeardModel(model)  # compute_loss may take entries out
+        divisor = None if share is None else ("num_items_in_batch", share)
+        before, given = self._marks(), dict(inputs)  # compute_loss may take entries out
+        heard = HeardModel(model, divisor=divisor)
         options = {"return_outputs": True} if outputs else {}
         computed = self.compute_loss(heard, inputs, **options, num_items_in_batch=share)
         if found := changed(before, self._marks()):
@@ -179,6 +191,9 @@ class PipelineTrainer(Trainer):  # type: ignore[misc]
         loss: Tensor = computed[0] if outputs else computed
         rehearsal = self._rehearsals[outputs]
         is_models_own = any(loss is each for each in tree_leaves(heard.returned))
+        if is_models_own and not (self._runs_whole or heard.has_divided):
+            weighed = self._weighed(loss, heard.returned[-1], given, self._label_means[outputs])
+            return (weighed, *computed[1:]) if outputs else weighed
         is_due = not (self._runs_whole or is_models_own) and rehearsal.is_due(heard.returned)
         if is_due and rehearsal.add(given, heard.returned[0], {"loss": loss}, 1.0):
             items = None if share is None else share * smp.state.cfg.microbatches
@@ -186,6 +201,14 @@ class PipelineTrainer(Trainer):  # type: ignore[misc]
             remedy = "give compute_loss a sum divided by num_items_in_batch, or set microbatches: 1"
             check_loss_is_mean(exact, "loss", "compute_loss", remedy)
         return computed
+
+    def _weighed(self, loss: Tensor, output: Any, inputs: Mapping[str, Any], means: LabelMean) -> Tensor:
+        """The model's own loss of a microbatch, where it does not divide by the items of the batch, as a part of the batch's."""
+        name = next(iter(self.label_names), "labels")
+        found = means.weighed(loss, output, inputs.get(name), self._batch.get(name))
+        if found is None and not self._has_warned:
+            self._has_warned = warn_of_uneven_labels(uneven_labels(self._batch), _REMEDY)
+        return loss if found is None else found
 
     def _rehearsed(self, batch: Any, output: Any, items: Tensor | None) -> dict[str, Tensor]:
         """The loss of a whole batch, of which the model has returned this."""
@@ -199,17 +222,27 @@ class PipelineTrainer(Trainer):  # type: ignore[misc]
         """Of the attributes that a script's own compute_loss may change."""
         if type(self).compute_loss is Trainer.compute_loss:
             return {}
-        return marks(self, ("model", "model_wrapped", "optimizer", "accelerator", "_rehearsals"), depth=1)
+        return marks(
+            self,
+            (
+                "model",
+                "model_wrapped",
+                "optimizer",
+                "accelerator",
+                "_rehearsals",
+                "_label_means",
+                "_has_warned",
+                "_batch",
+            ),
+            depth=1,
+        )
 
     def _cut(self, inputs: Mapping[str, Any], num_items: Any, cut: Any, whole: Any) -> tuple[Any, Tensor | None]:
         """The step function for a batch of this size, and the divisor of one microbatch's losses."""
         is_cut = divides(inputs)
-        self._runs_whole = not is_cut
+        self._runs_whole, self._batch = not is_cut, inputs
         for rehearsal in self._rehearsals:
             rehearsal.begin()
-        if is_cut and not self._has_warned and not self._is_scaled(num_items):
-            remedy = "give forward an argument num_items_in_batch, or pass a compute_loss_func, to divide by the items of the whole batch"
-            self._has_warned = warn_of_uneven_labels(inputs, remedy)
         if num_items is None:
             return (cut if is_cut else whole), None
         items = torch.as_tensor(num_items, dtype=torch.float32, device=self.args.device)

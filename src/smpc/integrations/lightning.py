@@ -41,7 +41,7 @@ from torch.utils.data import DataLoader, DistributedSampler
 import smpc.v1 as smp
 from smpc.checkpoint import capture_rng, restore_rng
 from smpc.errors import ConfigUnsupportedError, StepError, UsageError
-from smpc.integrations.batches import divides, joined, microbatches_of, start, warn_of_uneven_labels
+from smpc.integrations.batches import divides, joined, microbatches_of, start, uneven_labels, warn_of_uneven_labels
 from smpc.integrations.whole_batch_check import HeardModel, Rehearsal, changed, check_loss_is_mean, marks, put_together
 
 try:
@@ -274,7 +274,7 @@ class PipelineStrategy(Strategy):  # type: ignore[misc]
                 "pass PipelineStrategy(config, count=...), a function from a batch to what its losses are means over, for a causal "
                 "language model lambda batch: (batch['labels'][:, 1:] != -100).sum()"
             )
-            self._has_warned = warn_of_uneven_labels(batch, remedy)
+            self._has_warned = warn_of_uneven_labels(uneven_labels(batch), remedy)
         return None
 
     def weight(self, microbatch: Any, total: float | None) -> float:

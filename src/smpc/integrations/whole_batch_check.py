@@ -24,6 +24,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
 import smpc.v1 as smp
@@ -39,19 +40,44 @@ _FULL, _HALF = 5e-5, 2e-2  # by which sums in another order may differ
 class HeardModel:
     """Stands for the model where a library's code calls it: passes calls on, and keeps what they return; or gives an answer instead."""
 
-    def __init__(self, model: Any, *answers: Any) -> None:
+    def __init__(self, model: Any, *answers: Any, divisor: tuple[str, Tensor] | None = None) -> None:
         self._model, self._answers = model, answers
+        self._name = "" if divisor is None else divisor[0]
+        self._divisor = None if divisor is None else divisor[1]
         self.returned: list[Any] = []
+        self.has_divided = False  # the model has computed with the divisor of its loss, its argument of that name
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The model's outputs, or the answer."""
-        found = self._answers[0] if self._answers else self._model(*args, **kwargs)
+        if self._answers:
+            self.returned.append(self._answers[0])
+            return self._answers[0]
+        with _Uses(self._divisor) as uses:
+            found = self._model(*args, **kwargs)
+        by_program = self._model.computes_with(self._name) if isinstance(self._model, smp.DistributedModel) else None
+        self.has_divided = uses.has_any if by_program is None else by_program and self._name in kwargs
         self.returned.append(found)
         return found
 
     def __getattr__(self, name: str) -> Any:
         """The model's."""
         return getattr(self._model, name)
+
+
+class _Uses(TorchFunctionMode):
+    """Whether torch computes with a tensor in this context."""
+
+    def __init__(self, tensor: Tensor | None) -> None:
+        super().__init__()
+        self._tensor = tensor
+        self.has_any = False
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """The function's result."""
+        is_attribute = getattr(func, "__name__", "") == "__get__"
+        if self._tensor is not None and not is_attribute and not self.has_any:
+            self.has_any = any(each is self._tensor for each in tree_leaves((args, kwargs)))
+        return func(*args, **(kwargs or {}))
 
 
 class Rehearsal:
@@ -98,7 +124,7 @@ class Rehearsal:
             name: put_together([each[name].double() for each in numbers], rules.get(name, "mean")) for name in exact
         }
         other = {
-            name: (float(found[name]), float(value)) for name, value in exact.items() if _is_other(found[name], value)
+            name: (float(found[name]), float(value)) for name, value in exact.items() if is_other(found[name], value)
         }
         self._needs_all = self._needs_all or bool(other)
         return Rehearsed({name: value.detach() for name, value in exact.items()}, other)
@@ -154,7 +180,13 @@ def put_together(values: Sequence[Tensor], rule: str) -> Tensor:
     return stacked.mean() if stacked.is_floating_point() else stacked.double().mean()
 
 
-def _is_other(found: Tensor, exact: Tensor) -> bool:
+def is_small(outputs: Any) -> bool:
+    """Whether outputs are so small that they are looked at in every batch."""
+    return sum(each.numel() for each in tree_leaves(outputs) if isinstance(each, Tensor)) <= _SMALL
+
+
+def is_other(found: Tensor, exact: Tensor) -> bool:
+    """Whether numbers differ by more than sums in another order do."""
     near = (
         _HALF
         if exact.dtype in (torch.float16, torch.bfloat16) or torch.is_autocast_enabled(exact.device.type)

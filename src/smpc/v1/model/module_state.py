@@ -275,6 +275,16 @@ class ShownModel(StatefulModel):
             )
         return value
 
+    def computes_with(self, name: str) -> bool | None:
+        """Whether the program of the step that runs, or ran last, computes with the input of this name; None where none has run."""
+        trace = self._context.trace
+        return None if trace is None else trace.computes_with(name)
+
+    def __getitem__(self, key: Any) -> Any:
+        """A part of the module in it, if that is a Sequential or another container. Raises TypeError if it is none."""
+        module: Any = self._context.module
+        return module[key]
+
     def _generate(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Call the module's `generate` with the whole model in place; on all ranks of a replica, each of which gets the result.
 

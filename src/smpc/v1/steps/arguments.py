@@ -391,6 +391,27 @@ def form_of(
     return ArgumentForm(skeleton, tuple(specs)), tensors
 
 
+def own_tensors(form: ArgumentForm, own: Arguments) -> dict[int, Tensor]:
+    """A rank's own tensors at the places of rank 0's, by slot."""
+    found: dict[int, Tensor] = {}
+    for name, skeleton in form.skeleton.items():
+        slots: dict[str, int] = {}
+
+        def note(leaf: Any, path: str, slots: dict[str, int] = slots) -> Any:
+            if isinstance(leaf, Slot):
+                slots[path] = leaf.index
+            return leaf
+
+        def match(leaf: Any, path: str, slots: dict[str, int] = slots) -> Any:
+            if isinstance(leaf, Tensor) and path in slots:
+                found.setdefault(slots[path], leaf)
+            return leaf
+
+        map_leaves(skeleton, note, name)
+        map_leaves(own.get(name), match, name)
+    return found
+
+
 def merge_arguments(form: ArgumentForm, own: Arguments, tensors: list[Tensor]) -> Arguments:
     """The last rank's arguments with rank 0's tensors in their places.
 

@@ -19,6 +19,7 @@ from torch import nn
 
 from smpc.nn.script_writes.between_steps import plain_parameters
 from smpc.observe.observer import Observer
+from smpc.tracer.ir import Trace
 from smpc.v1.layout.experts import DividedExperts
 from smpc.v1.layout.found_tensor_parallelism import CompiledTensors
 from smpc.v1.layout.placement import Placement
@@ -69,6 +70,7 @@ class StepContext:
     is_cut: bool = False
     batch_bytes: int = 0  # of the arguments on this rank's device, in the step that cuts the model
     calls: ModelCalls | None = None
+    trace: Trace | None = None  # of the program that runs, or ran last
     outputs: KeptOutputs | None = None  # where it is asked
     join: Join | None = None
     ordinary: Callable[[], AbstractContextManager[None]] = nullcontext

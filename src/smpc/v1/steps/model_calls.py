@@ -28,6 +28,7 @@ from smpc.codegen.recompute import Checkpointing
 from smpc.errors import StepError
 from smpc.sample_inputs import Inputs
 from smpc.tracer.ir import Autocast
+from smpc.tracer.left_inputs import LeftInputs
 from smpc.v1.session.precision import HALVES
 from smpc.v1.steps.arguments import map_leaves
 from smpc.v1.steps.given_inputs import GivenInputs
@@ -130,7 +131,8 @@ class Capture:
 
 class Tail:
     """One microbatch on the rank of the last stage. `scale`: the divisor of gradients. `model`: the script's. `before`: what the model
-    was given when the function ran up to it, if that is to be compared. `shared`: why a loss must not use a parameter by itself."""
+    was given when the function ran up to it, if that is to be compared. `shared`: why a loss must not use a parameter by itself.
+    `left`: what forward has left in the model's inputs, if it changes them."""
 
     def __init__(
         self,
@@ -140,9 +142,12 @@ class Tail:
         model: nn.Module,
         before: GivenInputs | None = None,
         shared: Callable[[nn.Parameter], str] = lambda _: "",
+        left: LeftInputs | None = None,
     ) -> None:
         self._step_name = step_name
         self._output = output
+        self._left = left
+        self.written: list[Tensor] = []  # inputs of the call
         self._model = model
         self._before = before
         self._shared = shared
@@ -164,6 +169,10 @@ class Tail:
         self.called = True
         if self._before is not None:
             self._before.check((args, dict(kwargs)), self._step_name)
+        left, self._left = self._left, None
+        if left is not None:
+            self._outputs.watch((left.leaves, left.written))
+            self.written = left.put_into((args, dict(kwargs)))
         output, self._output = self._output, None
         self._outputs.watch(output)
         self._first_node = torch.autograd._get_sequence_nr()  # type: ignore[attr-defined]

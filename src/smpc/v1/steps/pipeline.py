@@ -55,9 +55,11 @@ from smpc.sample_inputs import Inputs
 from smpc.tracer.environment.environment_guards import Environment
 from smpc.tracer.environment.memory_words import DictVersions
 from smpc.tracer.input_guards import state_asked_for
+from smpc.tracer.left_inputs import LeftInputs
 from smpc.tracer.state.state_use import StateUse
 from smpc.v1.session.step_errors import AGREED, Description, describe, raise_error_on_all_ranks
 from smpc.v1.session.step_messages import Control
+from smpc.v1.steps import written_inputs
 from smpc.v1.steps.arguments import ArgumentForm, Arguments, StepBody, form_of, merge_arguments, on_device
 from smpc.v1.steps.context import StepContext
 from smpc.v1.steps.context_parallel import SharedSequences, digests_of
@@ -87,18 +89,26 @@ from smpc.v1.steps.step_draws import DRAWS, Sent, as_tensors, drawing_from
 from smpc.verification.random_state import RandomState
 
 
+@dataclass(frozen=True, slots=True)
+class Arrived:
+    """Rank 0's tensors by slot, and for every microbatch its arguments, and the random states to run it from, if the function draws."""
+
+    tensors: Sequence[Tensor]
+    microbatches: list[tuple[Arguments, Sent | None]]
+
+
 class LastRank:
     """The step function in one step.
 
-    `arguments` returns the arguments of every microbatch, once they have arrived, and the random states to run it from, if it draws.
-    `before`: what the function has given the model in every microbatch when it ran up to it, if that is to be compared.
+    `arguments` returns what rank 0 has sent, once it has arrived. `before`: what the function has given the model in every microbatch when
+    it ran up to it, if that is to be compared.
     """
 
     def __init__(
         self,
         context: StepContext,
         body: StepBody,
-        arguments: Callable[[], list[tuple[Arguments, Sent | None]]],
+        arguments: Callable[[], Arrived],
         trains: bool,
         before: Sequence[GivenInputs] = (),
     ) -> None:
@@ -108,11 +118,17 @@ class LastRank:
         self._trains = trains
         self._before = before
         self._scale = context.scale  # of gradients
-        self._microbatches: list[tuple[Arguments, Sent | None]] | None = None
+        self._arrived: Arrived | None = None
+        self._left: dict[int, LeftInputs] = {}  # by microbatch
+        self._written: list[Tensor] = []
         self._values: dict[int, Returned] = {}
         self.did_backward = False
         self.losses = Losses(context.precision)
         self.failure: StepError | None = None
+
+    def on_left(self, microbatch: int, left: LeftInputs) -> None:
+        """Note what forward has left in the model's inputs, before `on_output`."""
+        self._left[microbatch] = left
 
     def on_output(self, microbatch: int, output: Any) -> Roots | None:
         """Run the step function for one microbatch; the roots of its backward pass.
@@ -129,18 +145,24 @@ class LastRank:
 
     def _call(self, microbatch: int, output: Any) -> Roots | None:
         body = self._body
-        if self._microbatches is None:
-            self._microbatches = self._arguments()
+        if self._arrived is None:
+            self._arrived = self._arguments()
         before = self._before[microbatch] if self._before else None
-        tail = Tail(body.name, output, self._scale, self._context.module, before, self._context.shared_use_of)
+        module, shared = self._context.module, self._context.shared_use_of
+        left = self._left.pop(microbatch, None)
+        tail = Tail(body.name, output, self._scale, module, before, shared, left)
         self._context.calls = tail
         try:
-            arguments, states = self._microbatches[microbatch]
+            arguments, states = self._arrived.microbatches[microbatch]
+            copies = written_inputs.Copies()
+            if left is not None and any(values.requires_grad for _, values in left.written):
+                arguments = copies.made_of(arguments)
             with drawing_from(states, self._context.session.device):
                 self._values[microbatch] = take(body.call(arguments), body.detach_outputs)
         finally:
             self._context.calls = None
             tail.close()
+        self._written += copies.write_back(tail.written) or tail.written
         if tail.roots is None:
             return None
         if not self._trains:
@@ -155,6 +177,11 @@ class LastRank:
     def values(self) -> list[Returned]:
         """The results of the microbatches, in order."""
         return [self._values[i] for i in range(len(self._values))]
+
+    def written(self) -> tuple[list[int], Sequence[Tensor]]:
+        """The slots of rank 0's tensors into which forward has written, and these tensors."""
+        tensors = () if self._arrived is None else self._arrived.tensors
+        return written_inputs.slots_of(tensors, self._written), tensors
 
 
 OwnArguments = Callable[[], Arguments]  # this rank's arguments of a step; binding them may fail
@@ -365,12 +392,14 @@ class Pipeline:
             with nullcontext() if attributes.is_empty else attributes.as_before():
                 _check_environment(recording.environment)
         recording.environment.leave()
+        self._context.trace = recording.trace
         with torch.inference_mode(False), torch.set_grad_enabled(signature.grad_enabled):
             self._runtime.run(
                 program,
                 None if request is None else request.inputs,
                 None if tail is None else tail.on_output,
                 training=trains,
+                on_left=None if tail is None else tail.on_left,
             )
         if program in self._unwatched or not attributes.is_empty:
             self._unwatched.discard(program)
@@ -379,6 +408,9 @@ class Pipeline:
             self._context.placement.note_written()
         self._phase, self._is_done = f"the end of step function {body.name}", True
         outcome = self._share(body, memory, program, tail)
+        if recording.trace.written and outcome.description is None:
+            slots, tensors = ([], ()) if tail is None else tail.written()
+            written_inputs.share(self._control, self._last, form, slots, tensors, own())
         self._control.acknowledge(self._last)
         if not trains:
             return outcome
@@ -511,17 +543,17 @@ class Pipeline:
 
     def _arguments(
         self, body: StepBody, own: OwnArguments, form: ArgumentForm, request: StepRequest | None
-    ) -> Callable[[], list[tuple[Arguments, Sent | None]]]:
+    ) -> Callable[[], Arrived]:
         """Last rank: post the receives now, wait when the first output exists."""
         formats = form.formats
         receipts = [] if request is not None else self._control.receive(formats, 0)
 
-        def arrive() -> list[tuple[Arguments, Sent | None]]:
+        def arrive() -> Arrived:
             tensors = request.tensors if request is not None else self._control.wait(receipts)
             device = self._session.device
             merged = on_device(merge_arguments(form, own(), tensors), device)
             states = merged.pop(DRAWS, [None] * self._num_microbatches)
-            return list(zip(body.split(merged, self._num_microbatches, device), states, strict=True))
+            return Arrived(tensors, list(zip(body.split(merged, self._num_microbatches, device), states, strict=True)))
 
         return arrive
 

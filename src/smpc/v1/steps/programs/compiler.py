@@ -26,6 +26,7 @@ import numpy as np
 import torch
 
 from smpc.codegen.program import Schedule
+from smpc.codegen.rewrite.outputs import return_written_inputs
 from smpc.compile.options import PipelineOptions
 from smpc.compile.passes import measure_trace, plan_trace, rewrite_trace, schedule_plan, write_programs
 from smpc.compile.result import Compilation, Planned, Traced
@@ -294,7 +295,8 @@ class Compiler:
         tensors, on_gpu = context.tensors, self._session.device.type == "cuda"
         sharing = None if tensors is None else tensors.sharing
         sequences = None if context.sequences is None else context.sequences.sharing
-        self._traced = rewrite_trace(recording.trace, self._options, sharing, context=sequences, on_gpu=on_gpu)
+        trace = return_written_inputs(recording.trace)
+        self._traced = rewrite_trace(trace, self._options, sharing, context=sequences, on_gpu=on_gpu)
         if tensors is not None:
             tensors.latest = self._traced.sharded
         return dataclasses.replace(recording, trace=self._traced.trace)
