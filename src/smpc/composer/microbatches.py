@@ -51,9 +51,9 @@ def num_tokens(batch: Any) -> int:
 
 
 def num_loss_tokens(batch: Any) -> int:
-    """The tokens that a loss is a mean over: `labels` but for -100, which losses leave out; `num_tokens` without labels of tokens."""
+    """What a loss is a mean over: the entries of `labels` but for -100, which losses leave out; `num_tokens` without labels of classes."""
     labels = batch.get("labels") if isinstance(batch, Mapping) else None
-    if isinstance(labels, Tensor) and labels.dim() == 2 and not labels.is_floating_point():
+    if isinstance(labels, Tensor) and labels.dim() and not labels.is_floating_point():
         return int((labels != _LEFT_OUT).sum())
     return num_tokens(batch)
 

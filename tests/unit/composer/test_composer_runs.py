@@ -43,16 +43,24 @@ class Tagger(ComposerModel):
         self.model = nn.Sequential(nn.Embedding(10, 6), nn.Linear(6, 3))
 
     def forward(self, batch):
-        return self.model(batch["input_ids"])
+        found = self.model(batch["input_ids"])
+        return found if batch["labels"].dim() == 2 else found.mean(1)
 
     def loss(self, outputs, batch):
-        return nn.functional.cross_entropy(outputs.flatten(0, 1), batch["labels"].flatten())
+        return nn.functional.cross_entropy(outputs.flatten(0, -2), batch["labels"].flatten())
 
 
-def test_microbatches_weigh_by_the_tokens_that_count_in_the_loss():
+@pytest.mark.parametrize(
+    "labels",
+    [
+        [[0, 1, 2, 0, 1], [-100] * 5, [2, -100, -100, -100, -100], [1, 2, -100, -100, 0]],
+        [1, -100, 2, 0],
+    ],
+    ids=["tokens", "rows"],
+)
+def test_microbatches_weigh_by_the_labels_that_count_in_the_loss(labels):
     """Also one without any, whose mean is NaN; the number of tokens that are trained on does not depend on it."""
-    ids = torch.arange(20).view(4, 5) % 10
-    labels = torch.tensor([[0, 1, 2, 0, 1], [-100] * 5, [2, -100, -100, -100, -100], [1, 2, -100, -100, 0]])
+    ids, labels = torch.arange(20).view(4, 5) % 10, torch.tensor(labels)
     data = [{"input_ids": one, "labels": each} for one, each in zip(ids, labels, strict=True)]
     model, plain, losses = Tagger(), Tagger(), []
     made = Trainer(
