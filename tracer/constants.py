@@ -47,6 +47,13 @@ class TraceDevice:
     """The device that the model was traced on; where a stage runs, its own device takes this place."""
 
 
+@dataclass(frozen=True, slots=True)
+class SameInput:
+    """The leaf of the model's inputs at this position among their leaves."""
+
+    position: int
+
+
 def is_constant(value: Any) -> bool:
     """Whether a leaf can be in a trace as it is."""
     if value is None or value is Ellipsis:
@@ -288,3 +295,4 @@ def _is_importable(value: Any) -> bool:
 register(Ref)
 register(Opaque)
 register(TraceDevice)
+register(SameInput)

@@ -21,16 +21,8 @@ import torch
 from torch import nn
 
 from smpc.errors import StepError
-from smpc.tracer.constants import register
+from smpc.tracer.constants import SameInput
 from smpc.tracer.structure import LEAF, Structure, flatten
-
-
-@register
-@dataclass(frozen=True, slots=True)
-class SameInput:
-    """The leaf of the inputs at this position among their leaves."""
-
-    position: int
 
 
 def left_in(

@@ -156,11 +156,16 @@ def prepare(
         _sync_buffers(model, device_type)
         prepared.buffers = _cast_buffers(model, config, policies, whole)
     if optimizer is not None:
-        after = dict(model.named_parameters(remove_duplicate=False))
-        hand_over(optimizer, {old: after[name] for name, old in before.items() if old is not after[name]})
+        _give_parameters(optimizer, before, model)
     if config.verbose and dist.get_global_rank() == 0:
         _print_prepared(prepared, units, policies, degrees)
     return prepared
+
+
+def _give_parameters(optimizer: torch.optim.Optimizer, before: Mapping[str, nn.Parameter], model: nn.Module) -> None:
+    """An optimizer of a model's parameters as they were before gets those that are in their places."""
+    after = dict(model.named_parameters(remove_duplicate=False))
+    hand_over(optimizer, {old: after[name] for name, old in before.items() if old is not after[name]})
 
 
 def _sharding_options(whole: MixedPrecision, config: FSDPConfig) -> ShardingOptions:

@@ -125,8 +125,8 @@ def _differ(one: Tensor, other: Tensor) -> bool:
 
 def _changed(step_name: str) -> StepError:
     return StepError(
-        f"step function {step_name}: expected it to give the model the same in both of its runs for a microbatch (up to the model on the "
-        "first pipeline rank, and as a whole on the rank of the last stage), found other values; have it depend on its arguments alone: "
-        "change counters and states that a microbatch reads between steps, or inside the model, and make what ranks choose for themselves "
-        "an argument"
+        f"step function {step_name}: expected it to give the model the same in both of its runs for a microbatch (up to the model, on the "
+        "first pipeline rank, and as a whole, on the rank of the last stage, maybe the same one), found other values; have it depend "
+        "on its arguments alone: change counters and states that a microbatch reads between steps, or inside the model, draw from a "
+        "torch.Generator of the script's before the step, and make what ranks choose for themselves an argument"
     )
