@@ -231,8 +231,17 @@ def collecting(rank, folder, config, kinds):
         smp.shutdown()
     smp.init(config)
     model = smp.DistributedModel(Collects("a list").double())
-    with pytest.raises(SmpcError, match="make what it changes anew for each call of the model"):
-        train_into(model, x, [])  # of both microbatches
+    with pytest.raises(SmpcError, match="make it in the step function, and return what it holds"):
+        train_into(
+            model, x, []
+        )  # of both microbatches, and of scripts that would not see what the last rank has put there
+    smp.shutdown()
+    smp.init(config)
+    batch = {"x": x, "n": 1, "rest": []}
+    train_into(
+        smp.DistributedModel(Collects("an entry less").double()), x, batch
+    )  # microbatches have dicts of their own
+    assert list(batch) == ["x", "n", "rest"]
     smp.shutdown()
 
 

@@ -39,7 +39,7 @@ import inspect
 import io
 import pickle
 import zlib
-from collections.abc import Callable, Iterable, Mapping, MutableMapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
 from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import Any, ClassVar, Protocol, runtime_checkable
@@ -183,6 +183,20 @@ def map_leaves(value: Any, function: Callable[[Any, str], Any], path: str) -> An
     if all(a is b for a, b in zip(new, children, strict=True)):
         return value
     return rebuilt(value, new)
+
+
+def shared_containers(value: Any) -> Iterator[Any]:
+    """The containers of an argument that every microbatch gets as they are, and that can be changed: without tensors in them."""
+    steps, children = _open(value)
+    if steps is not None and not isinstance(value, (tuple, frozenset)) and not _holds_tensor(value):
+        yield value
+    for child in children:
+        yield from shared_containers(child)
+
+
+def _holds_tensor(value: Any) -> bool:
+    _, children = _open(value)
+    return isinstance(value, Tensor) or slices_itself(value) or any(map(_holds_tensor, children))
 
 
 def slices_itself(value: Any) -> bool:

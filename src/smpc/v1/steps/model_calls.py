@@ -30,7 +30,7 @@ from smpc.sample_inputs import Inputs
 from smpc.tracer.ir import Autocast
 from smpc.tracer.left_inputs import LeftInputs
 from smpc.v1.session.precision import HALVES
-from smpc.v1.steps.arguments import map_leaves
+from smpc.v1.steps.arguments import Arguments, map_leaves, shared_containers
 from smpc.v1.steps.given_inputs import GivenInputs
 from smpc.v1.steps.tensors_within import tensors_within
 
@@ -132,7 +132,7 @@ class Capture:
 class Tail:
     """One microbatch on the rank of the last stage. `scale`: the divisor of gradients. `model`: the script's. `before`: what the model
     was given when the function ran up to it, if that is to be compared. `shared`: why a loss must not use a parameter by itself.
-    `left`: what forward has left in the model's inputs, if it changes them."""
+    `left`: what forward has left in the model's inputs, if it changes them; `given`: the arguments of the step function."""
 
     def __init__(
         self,
@@ -143,10 +143,11 @@ class Tail:
         before: GivenInputs | None = None,
         shared: Callable[[nn.Parameter], str] = lambda _: "",
         left: LeftInputs | None = None,
+        given: Arguments | None = None,
     ) -> None:
         self._step_name = step_name
         self._output = output
-        self._left = left
+        self._left, self._given = left, given
         self.written: list[Tensor] = []  # inputs of the call
         self._model = model
         self._before = before
@@ -172,7 +173,13 @@ class Tail:
         left, self._left = self._left, None
         if left is not None:
             self._outputs.watch((left.leaves, left.written))
+            held = [(each, _items(each)) for each in shared_containers(tuple((self._given or {}).values()))]
             self.written = left.put_into((args, dict(kwargs)))
+            if any(_items(each) != before for each, before in held):
+                raise StepError(
+                    f"step function {self._step_name}: expected it to make the containers that the model's forward changes, found one that "
+                    "is its argument: other ranks' scripts would have it as it was; make it in the step function, and return what it holds"
+                )
         output, self._output = self._output, None
         self._outputs.watch(output)
         self._first_node = torch.autograd._get_sequence_nr()  # type: ignore[attr-defined]
@@ -198,6 +205,13 @@ class Tail:
         _check_uses(used, self._shared, self._step_name)
         self.roots = roots
         self.losses = losses_of(tensors, gradients)
+
+
+def _items(container: Any) -> list[Any]:
+    """What a container holds, by identity."""
+    if isinstance(container, Mapping):
+        return [(key, id(value)) for key, value in container.items()]
+    return list(map(id, container))
 
 
 class LocalCall:

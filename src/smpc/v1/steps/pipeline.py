@@ -150,10 +150,10 @@ class LastRank:
         before = self._before[microbatch] if self._before else None
         module, shared = self._context.module, self._context.shared_use_of
         left = self._left.pop(microbatch, None)
-        tail = Tail(body.name, output, self._scale, module, before, shared, left)
+        arguments, states = self._arrived.microbatches[microbatch]
+        tail = Tail(body.name, output, self._scale, module, before, shared, left, arguments)
         self._context.calls = tail
         try:
-            arguments, states = self._arrived.microbatches[microbatch]
             copies = written_inputs.Copies()
             if left is not None and any(values.requires_grad for _, values in left.written):
                 arguments = copies.made_of(arguments)
