@@ -31,6 +31,7 @@ class LabelMean:
     def __init__(self) -> None:
         self._shift: int | None = None  # 1: the first label counts for no position
         self._num_compared = 0
+        self._taken: Tensor | None = None  # the labels of a batch of which a microbatch's loss was taken as it is
 
     def weighed(self, loss: Tensor, output: Any, labels: Any, batch: Any) -> Tensor | None:
         """The loss of a microbatch with these labels, weighed by their number; None where it is no mean over labels.
@@ -48,8 +49,11 @@ class LabelMean:
             fitting = [shift for shift in (0, 1) if not is_other(_mean(logits, labels, shift), loss.detach())]
             if self._shift is None and len(fitting) == 1:
                 self._shift = fitting[0]
-            if self._shift is None:
-                return logits.sum() * 0 if loss.isnan() and not _count(labels, 0) else None
+            if self._shift is None and loss.isnan() and not _count(labels, 0):
+                return logits.sum() * 0
+            if self._shift is None or self._taken is batch:  # all microbatches of a batch alike
+                self._taken = batch
+                return None
             if self._shift not in fitting:
                 raise StepError(
                     "compute_loss: expected the model's loss to be the mean over the labels that count, as it was in earlier microbatches, "
