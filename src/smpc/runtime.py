@@ -68,6 +68,7 @@ from smpc.tracer.input_guards import broken_guard
 from smpc.tracer.ir import NodeKind, Trace
 from smpc.tracer.left_inputs import LeftInputs
 from smpc.tracer.replay import input_values, is_as_traced
+from smpc.tracer.state.attribute_memory import share_elements
 from smpc.tracer.state.state_use import StateUse
 from smpc.tracer.structure import flatten
 
@@ -153,7 +154,7 @@ class RankPrograms:
         into.
 
         Raises StepError for another number of microbatches than planned, a tensor whose gradient would leave the pipeline, inputs whose
-        values violate the trace's guards, or microbatches that share a tensor that the model writes into.
+        values violate the trace's guards, or a tensor that the model writes into and that another input or microbatch shares.
         """
         if len(microbatches) != self._num_microbatches:
             raise StepError(f"the program runs {self._num_microbatches} microbatches, found {len(microbatches)}")
@@ -174,15 +175,24 @@ class RankPrograms:
                     f"traced and is {broken[1]} here; compile it for such inputs"
                 )
             for name in self._written_inputs:
-                self._check_own(name, values[name], index, shared)
+                self._check_own(name, values, index, shared)
+            for name in self._written_inputs:
                 values[name] = values[name].clone()
             for name, tensor in values.items():
                 values[name] = tensor.to(self._device, non_blocking=True)
             found.append(values)
         return found
 
-    def _check_own(self, name: str, tensor: Tensor, index: int, seen: dict[tuple[str, int], int]) -> None:
-        """StepError for a tensor into which the model writes in two microbatches: the second would read what the first has written."""
+    def _check_own(self, name: str, values: Mapping[str, Tensor], index: int, seen: dict[tuple[str, int], int]) -> None:
+        """StepError for a tensor into which the model writes, and whose memory another input or microbatch reads: it would read what
+        was written."""
+        tensor = values[name]
+        other = next((each for each in values if each != name and share_elements(tensor, values[each])), None)
+        if other is not None:
+            raise StepError(
+                f"model input {name}: expected a tensor with memory of its own, as the model's forward writes into it, found that of input "
+                f"{other}; give the model a copy of one of them (.clone())"
+            )
         first = seen.setdefault((name, tensor.data_ptr()), index) if tensor.numel() else index
         if first != index:
             raise StepError(

@@ -283,8 +283,8 @@ def evaluate(model, batch):
     return loss_of(model, batch)
 
 
-def shared(rank, folder):
-    """A tensor that every microbatch gets whole would be written into by one after another."""
+def evaluated(rank, folder):
+    """Under inference mode, and with inputs side by side in one tensor."""
     smp.init(PIPELINE)
     model = smp.DistributedModel(Writes("weights").double())
     x, weights = (each[:ROWS] for each in data())
@@ -293,12 +293,35 @@ def shared(rank, folder):
         once = evaluate(model, copy.deepcopy(batch)).item()
         assert evaluate(model, batch).item() == once
         assert torch.equal(batch["weights"], weights * (weights > 0.2))
-    before = weights.clone()
-    with pytest.raises(SmpcError, match="model input weights: expected a tensor of its own for each microbatch"):
-        train_with_one(model, x, weights[: ROWS // MB])
-    assert torch.equal(before, weights)
+    both = torch.cat([x, weights], -1)
+    assert evaluate(model, {"x": both[..., :WIDTH], "weights": both[..., WIDTH:]}).item() == pytest.approx(
+        once, rel=1e-12
+    )
+    smp.shutdown()
 
 
 @pytest.mark.long
-def test_evaluations_write_and_microbatches_that_share_a_tensor_are_refused(tmp_path):
-    run_workers(shared, 2, tmp_path)
+def test_evaluations_write(tmp_path):
+    run_workers(evaluated, 2, tmp_path)
+
+
+def refused(rank, folder, case):
+    smp.init(PIPELINE)
+    model = smp.DistributedModel(Writes("weights").double())
+    x, weights = (each[:ROWS] for each in data())
+    before, wide = weights.clone(), torch.cat([x, x], -1)
+    if case == "each microbatch":  # would be written into by one after another
+        with pytest.raises(SmpcError, match="model input weights: expected a tensor of its own for each microbatch"):
+            train_with_one(model, x, weights[: ROWS // MB])
+    else:
+        other = wide[..., :WIDTH] if case == "the same" else wide[..., 1 : WIDTH + 1]
+        with pytest.raises(SmpcError, match="model input weights: expected a tensor with memory of its own"):
+            evaluate(model, {"x": wide[..., :WIDTH], "weights": other})
+    assert torch.equal(before, weights)
+    assert torch.equal(wide, torch.cat([x, x], -1))
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("case", ["each microbatch", "the same", "a part of the same"])
+def test_what_is_written_may_not_be_read_elsewhere(tmp_path, case):
+    run_workers(refused, 2, tmp_path, case)

@@ -48,6 +48,22 @@ class Extent:
         return self.first < other.end and other.first < self.end
 
 
+def share_elements(one: Tensor, other: Tensor) -> bool:
+    """Whether two tensors have an element in common: not two columns of a matrix, though each reaches over the other."""
+    if not one.numel() or not other.numel() or one.layout is not torch.strided or other.layout is not torch.strided:
+        return False
+    extents = Extent.of(one), Extent.of(other)
+    if one.device != other.device or not extents[0].overlaps(extents[1]):
+        return False
+    size, first = one.element_size(), min(each.first for each in extents)
+    if other.element_size() != size:
+        return True
+    seen = torch.zeros((max(each.end for each in extents) - first) // size, dtype=torch.bool)
+    views = [seen.as_strided(each.shape, each.stride(), (each.data_ptr() - first) // size) for each in (one, other)]
+    views[0].fill_(True)
+    return bool(views[1].any())
+
+
 class AttributeMemory:
     """Of a module and the modules in it, as it is now. Attributes in lists, tuples and dicts count, too."""
 
