@@ -22,7 +22,7 @@ from torch import nn
 
 from smpc.errors import StepError
 from smpc.tracer.constants import SameInput
-from smpc.tracer.structure import LEAF, Structure, flatten
+from smpc.tracer.structure import LEAF, Structure, containers_of, flatten
 
 
 def left_in(
@@ -53,7 +53,7 @@ class LeftInputs:
     def put_into(self, inputs: Any) -> list[torch.Tensor]:
         """Change a call's inputs, in place, as forward has changed those that it was given; the tensors that were written into.
 
-        Raises StepError for inputs of another structure.
+        Raises StepError for inputs of another structure, and for a container that is among them twice.
         """
         before, structure = flatten(inputs)
         if structure != self.structure:
@@ -66,9 +66,23 @@ class LeftInputs:
             write_into(before[position], values)
             targets.append(before[position])
         if self.left is not None:
+            _check_reached_once(inputs)
             leaves = (before[leaf.position] if isinstance(leaf, SameInput) else leaf for leaf in self.leaves)
             _merged(inputs, self.left.unflatten(leaves))
         return targets
+
+
+def _check_reached_once(inputs: Any) -> None:
+    """StepError for a container that can be changed and that the inputs hold twice: the recording had two."""
+    seen = set[int]()
+    for container in containers_of(inputs):
+        if not isinstance(container, (tuple, frozenset, slice)):
+            if id(container) in seen:
+                raise StepError(
+                    f"the model's forward changes containers of its inputs: expected each of them once, found a "
+                    f"{type(container).__name__} that they hold twice; give the model a copy of it in one of these places"
+                )
+            seen.add(id(container))
 
 
 def write_into(target: torch.Tensor, values: torch.Tensor) -> None:

@@ -132,6 +132,15 @@ def flatten(value: Any) -> tuple[list[Any], Structure]:
     return leaves, _flatten_value(value, leaves, ())
 
 
+def containers_of(value: Any, open_objects: tuple[int, ...] = ()) -> Iterator[Any]:
+    """The containers that `flatten` opens, outer ones first; one that is reached in several ways, as often."""
+    kind, _, children = _open(value, open_objects)
+    if kind != LEAF:
+        yield value
+        for child in children:
+            yield from containers_of(child, (*open_objects, id(value)))
+
+
 def _flatten_value(value: Any, leaves: list[Any], open_objects: tuple[int, ...]) -> Structure:
     """The structure of a value, whose leaves are appended."""
     kind, keys, children = _open(value, open_objects)

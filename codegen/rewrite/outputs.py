@@ -25,7 +25,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from smpc.errors import ConfigError
+from smpc.errors import ConfigError, TraceError
 from smpc.tracer.constants import Ref, map_references, references
 from smpc.tracer.ir import ModuleCall, Node, NodeKind, Region, Trace
 
@@ -61,8 +61,18 @@ def return_left_inputs(trace: Trace) -> Trace:
 
 
 def return_written_inputs(trace: Trace) -> Trace:
-    """The trace with the inputs that it writes into after its other outputs."""
+    """The trace with the inputs that it writes into after its other outputs.
+
+    Raises TraceError where forward sets an input's `.data`: that is another tensor's memory from then on, and none of the script's batch.
+    """
     names = written_inputs(trace)
+    storages = {trace.node(name).storage for name in names}
+    for node in trace.nodes:
+        if node.target == "builtins.setattr" and any(trace.node(name).storage in storages for name in node.mutates):
+            raise TraceError(
+                f"forward sets .{node.args[1]} of an input ({node.source or 'unknown line'}): expected a new tensor (x = ...), or a write "
+                "into it (x.copy_(...)), after which it is clear what the script's own tensor holds"
+            )
     leaves = (*trace.output_leaves, *map(Ref, names))
     copies: dict[str, str] = {}
     for name in names:

@@ -7,9 +7,9 @@ import torch
 from torch import nn
 
 from smpc.codegen.rewrite.outputs import return_left_inputs, return_written_inputs, written_inputs
-from smpc.errors import StepError
+from smpc.errors import StepError, TraceError
 from smpc.tracer import Trace, flatten, record
-from smpc.tracer.constants import SameInput
+from smpc.tracer.constants import Ref, SameInput
 from smpc.tracer.left_inputs import LeftInputs
 
 
@@ -84,6 +84,25 @@ def test_what_is_written_is_copied_after_the_last_write():
     assert trace.position(copied.name) == writer + 1
     assert trace.calls[0].last == len(trace.nodes)
     assert trace.storages[copied.storage] == copied.spec.num_bytes
+
+
+def give_other_memory(given, x, y):
+    x.data = 2 * x
+
+
+def test_an_input_may_not_get_other_memory():
+    trace = record(Changes(give_other_memory), (mapping(),))
+    with pytest.raises(TraceError, match=r"forward sets \.data of an input \(test_tracer_left_inputs"):
+        return_written_inputs(trace)
+
+
+def test_a_container_that_is_held_twice_is_refused():
+    trace = record(Changes(grow), (Batch(torch.zeros(2, 3), [[], []]),))
+    leaves = [0 if isinstance(leaf, Ref) else leaf for leaf in trace.left_leaves]
+    left, inner = LeftInputs(trace.inputs, trace.left, leaves), []
+    with pytest.raises(StepError, match="found a list that they hold twice"):
+        left.put_into(((Batch(torch.zeros(2, 3), [inner, inner]),), {}))
+    left.put_into(((Batch(torch.zeros(2, 3), [inner, []]),), {}))
 
 
 def test_it_is_put_into_the_containers_themselves():
